@@ -1,0 +1,122 @@
+"""One file a model. Adding a file here adds a model: the folder is listed, nothing is registered.
+
+An adapter is a module with the names of the `Adapter` protocol below. It imports `region`, `schedule`, `program`,
+`guidance`, `checkpoint` and `kernels`, never an engine. Adapters outside this package are found through the
+entry-point group `voicehub_aot.adapters`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from voicehub_aot.errors import UnknownModel
+from voicehub_aot.golden import Case
+from voicehub_aot.program import Program
+from voicehub_aot.region import Region
+
+ENTRY_POINTS = "voicehub_aot.adapters"
+
+
+class Sampler(Protocol):
+    """What an adapter's `replay` drives; `voicehub_aot.runtime.Runtime` is one. Shapes as the region declares them."""
+
+    def evaluate(
+        self,
+        state: torch.Tensor,
+        time: float | torch.Tensor,
+        *,
+        packed: bool = False,
+        flags: Mapping[str, bool] | None = None,
+        **request: Any,
+    ) -> torch.Tensor: ...
+
+    def exposed(self, state: torch.Tensor, **request: Any) -> dict[str, torch.Tensor]: ...
+
+    def trajectory(
+        self,
+        *,
+        noise: torch.Tensor,
+        program: str | None = None,
+        guidance: float | None = None,
+        **request: Any,
+    ) -> Iterator[torch.Tensor]: ...
+
+    def denoiser(self) -> torch.nn.Module: ...
+
+
+class Adapter(Protocol):
+    """NAME: as typed by users. CONFIGS: hyperparameters by released name, "tiny" among them (for tests and demos).
+
+    DEFAULT_CONFIG: the config built when none is named. DEFAULT_BUCKETS: lengths by dimension.
+    DEFAULT_STEPS: step counts built when none are given. HUB_FILES: file patterns of each config in its hub repository.
+    """
+
+    NAME: str
+    ALIASES: tuple[str, ...]
+    CONFIGS: Mapping[str, Any]
+    DEFAULT_CONFIG: str
+    DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]]
+    DEFAULT_STEPS: tuple[int, ...]
+    HUB_FILES: Mapping[str, tuple[str, ...]]
+
+    def config_from(self, values: Mapping[str, Any]) -> Any:
+        """Hyperparameters in upstream's own names -> the adapter's config; unknown names are a UsageError."""
+
+    def checkpoint_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """Every key of the released checkpoint and its shape."""
+
+    def formula_weights(self, config: Any) -> dict[str, torch.Tensor]:
+        """Checkpoint entries that are formulas, not learned (a rotary table): synthetic weights keep them."""
+
+    def read_checkpoint(self, path: Path, config: str | None) -> tuple[Any, dict[str, torch.Tensor]]:
+        """File or folder as released -> (config, weights under released keys). `config` names one of CONFIGS."""
+
+    def region(self, config: Any, weights: Mapping[str, torch.Tensor]) -> Region:
+        """The denoiser with these weights (released keys) loaded; CheckpointMismatch lists all that is wrong."""
+
+    def program(
+        self, steps: int, *, solver: str | None = None, grid: str | None = None, sway: float | None = None
+    ) -> Program:
+        """The model's sampling loop. None = the released default; OptionUnsupported for what it does not know."""
+
+    def case_program(self, case: Case) -> Program | None:
+        """The program a recorded sampler case ran; None for a case of one evaluation."""
+
+    def replay(self, case: Case, sampler: Sampler) -> dict[str, torch.Tensor]:
+        """Every output of a recorded case (kinds region and sampler), computed by `sampler`."""
+
+
+@cache
+def _modules() -> dict[str, str]:
+    """Name -> module path, of the files in this folder and of the entry points."""
+    found = {m.name: f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        found[point.name] = point.value
+    return found
+
+
+def names() -> list[str]:
+    """Every model that can be built."""
+    return sorted(_modules())
+
+
+def load(name: str) -> Adapter:
+    """The adapter called `name`, an alias of it, or UnknownModel with the names there are."""
+    key = name.strip().lower()
+    if key not in _modules():
+        for candidate in names():
+            if key in importlib.import_module(_modules()[candidate]).ALIASES:
+                key = candidate
+                break
+        else:
+            raise UnknownModel(f"model {name!r} is not known; known are {', '.join(names())}")
+    adapter: Adapter = importlib.import_module(_modules()[key])  # type: ignore[assignment]
+    return adapter
