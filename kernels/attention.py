@@ -25,5 +25,8 @@ def attention(
     """query: [B, H, T, E]; key, value: [B, H, L, E]; bias: added to the scores, broadcasts to [B, H, T, L].
 
     scale: None = 1 / sqrt(E). Returns [B, H, T, E]. Stays one `scaled_dot_product_attention` node in the graph.
+    The bias takes the query's dtype: torch 2.13 on CPU misreads a float32 bias beside float64 queries, silently.
     """
+    if bias is not None and bias.dtype != query.dtype:
+        bias = bias.to(query.dtype)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)

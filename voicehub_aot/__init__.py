@@ -1,0 +1,29 @@
+"""Ahead-of-time compiler for text-to-speech denoisers.
+
+    runtime = voicehub_aot.load("supertonic.aot")
+    latent = runtime.sample(seed=0, lengths=[96], text_emb=…, style_ttl=…)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from voicehub_aot.errors import AotError
+    from voicehub_aot.runtime import Runtime, load
+
+__version__ = "0.1.0"
+__all__ = ["AotError", "Runtime", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first used, so that `import voicehub_aot` costs nothing."""
+    if name in ("Runtime", "load"):
+        from voicehub_aot import runtime
+
+        return getattr(runtime, name)
+    if name == "AotError":
+        from voicehub_aot.errors import AotError
+
+        return AotError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

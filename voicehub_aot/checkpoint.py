@@ -6,13 +6,12 @@ Sources: a local path, `hf:owner/name[@revision][:file]` through huggingface_hub
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency
@@ -30,23 +29,29 @@ def locate(source: str, hub_files: Iterable[str]) -> Path:
     if match is None:
         if source.startswith("hf:"):
             raise CheckpointMismatch(f"{source!r} is no hub id; wanted hf:owner/name[@revision][:file]")
-        path = Path(source).expanduser()
-        if not path.exists():
+        try:
+            path = Path(source).expanduser()
+            exists = source != "" and path.exists()  # "" would be the current folder
+        except (OSError, RuntimeError) as error:  # an endless name, an unknown ~user
+            raise CheckpointMismatch(f"checkpoint {source!r} is no path ({_first_line(error)})") from error
+        if not exists:
             raise CheckpointMismatch(f"checkpoint {source!r} does not exist; give a file, a folder, or hf:owner/name")
         return path
     try:
         import huggingface_hub
     except ImportError as error:
         raise MissingDependency(f"{source}: needs huggingface_hub; pip install 'voicehub-aot[hub]'") from error
-    repo, revision, file = match["repo"], match["revision"], match["file"]
+    repo, file = match["repo"], match["file"]
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # the hub reads it only once
+    options: dict[str, Any] = {"revision": match["revision"], "local_files_only": offline}
     try:
         if file:
-            return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(hub_files)))
+            return Path(huggingface_hub.hf_hub_download(repo, file, **options))
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(hub_files), **options))
     except Exception as error:  # the hub's client raises requests', httpx's, its own and plain OS errors
-        offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
+        why = "; HF_HUB_OFFLINE is set" if offline else ""
         raise CheckpointMismatch(
-            f"{source}: could not be fetched ({type(error).__name__}: {_first_line(error)}){offline}; check the id and "
+            f"{source}: could not be fetched ({type(error).__name__}: {_first_line(error)}){why}; check the id and "
             "the network, or download it and give the local path"
         ) from error
 
@@ -65,9 +70,16 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             if isinstance(loaded, dict):
                 return loaded
             raise CheckpointMismatch(f"{path}: holds a {type(loaded).__name__}, wanted a mapping of tensors")
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointMismatch(f"{path}: unreadable ({_first_line(error)}); download it again") from error
-    raise CheckpointMismatch(f"{path}: unknown file type {path.suffix!r}; wanted .safetensors, .pt, .pth or .ckpt")
+    except CheckpointMismatch:
+        raise
+    except Exception as error:  # a damaged pickle raises anything: IndexError, struct.error, UnicodeDecodeError, ...
+        raise CheckpointMismatch(
+            f"{path}: unreadable ({type(error).__name__}: {_first_line(error)}); download it again, "
+            "or convert it to .safetensors"
+        ) from error
+    raise CheckpointMismatch(
+        f"{path}: unknown file type {path.suffix!r}; wanted .safetensors, .pt, .pth, .ckpt or .bin"
+    )
 
 
 def _some(keys: list[str]) -> str:

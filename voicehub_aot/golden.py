@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from voicehub_aot.errors import UsageError
@@ -87,8 +88,10 @@ def read_case(path: Path) -> Case:
             outputs=under("output/"),
             tolerance=case["tolerance"],
         )
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise UsageError(f"{path}: not a recorded case ({error!r}); wanted case.json and tensors.safetensors") from error
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        raise UsageError(
+            f"{path}: not a recorded case ({error!r}); wanted case.json and tensors.safetensors"
+        ) from error
 
 
 def find_cases(root: Path, model: str | None = None) -> list[Path]:

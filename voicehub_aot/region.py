@@ -59,6 +59,7 @@ class Input(_Data):
     pad: what the runtime writes beyond a row's extent and into bucket padding.
     low, high: range of valid integers, high exclusive.
     flag: a boolean that only guidance branches set; callers never pass it.
+    shorter: a caller may pass fewer positions than the state has; the rest is padding (a prompt, say).
     """
 
     name: str
@@ -70,6 +71,7 @@ class Input(_Data):
     low: int = 0
     high: int = 2
     flag: bool = False
+    shorter: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -5,6 +5,7 @@ Grids are computed in float32 with torch, as the reference samplers do, so that 
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -35,7 +36,7 @@ class Schedule(BaseModel):
     def _monotone(cls, times: tuple[float, ...]) -> tuple[float, ...]:
         if len(times) < 2 or not all(math.isfinite(t) for t in times):
             raise ValueError(f"a schedule needs two or more finite times, got {times!r}")
-        deltas = [b - a for a, b in zip(times, times[1:], strict=False)]
+        deltas = [b - a for a, b in itertools.pairwise(times)]
         if not (all(d > 0 for d in deltas) or all(d < 0 for d in deltas)):
             raise ValueError(f"times must be strictly monotone, got {times!r}")
         return times

@@ -25,7 +25,7 @@ def synthetic_tensor(key: str, shape: tuple[int, ...]) -> torch.Tensor:
     if len(shape) >= 2:
         z *= np.float32(1.0 / math.sqrt(max(1, math.prod(shape[1:]))))
     elif key.rsplit(".", 1)[-1] in VECTORS_NEAR_ONE:
-        z = np.float32(1.0) + np.float32(0.1) * z
+        z = np.asarray(np.float32(1.0) + np.float32(0.1) * z)  # asarray: a 0-d sum is a scalar
     else:
         z *= np.float32(0.02)
     return torch.from_numpy(z)

@@ -1,0 +1,58 @@
+# make venv | test | lint | slow | oracle | demo | bench | clean. Each target brings the environment it needs.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+ORACLE := .venv-oracle
+PIP_INSTALL := -m pip install --quiet --constraint constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# F5-TTS's own model code. Without dependencies: its training and serving stack is not needed to call a model.
+UPSTREAM := f5-tts==1.1.22 x-transformers==2.31.10 torchdiffeq==0.2.5 torch-einops-utils==0.2.0 einx==0.4.3
+UPSTREAM_NEEDS := einops==0.8.2 frozendict==2.5.1 loguru==0.7.3 pypinyin==0.55.0 rjieba==0.2.2 scipy==1.17.1
+
+# The current folder never shadows an installed package (there is one called `kernels`).
+export PYTHONSAFEPATH := 1
+
+.PHONY: venv test lint slow oracle demo bench clean build/links
+
+venv: .venv/stamp
+
+%/stamp: pyproject.toml constraints.txt
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	$*/bin/python $(PIP_INSTALL) $(TORCH)
+	$*/bin/python $(PIP_INSTALL) --editable '.[dev]'
+	touch $@
+
+test: venv
+	$(BIN)/pytest --durations=15
+
+lint: venv build/links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=build/links $(BIN)/mypy --strict -p voicehub_aot
+
+slow: venv
+	$(BIN)/pytest -m slow --durations=15
+
+oracle: $(ORACLE)/upstream
+	$(ORACLE)/bin/pytest -m oracle
+
+$(ORACLE)/upstream: $(ORACLE)/stamp Makefile
+	$(ORACLE)/bin/python $(PIP_INSTALL) $(UPSTREAM_NEEDS)
+	$(ORACLE)/bin/python $(PIP_INSTALL) --no-deps $(UPSTREAM)
+	touch $@
+
+demo: venv
+	$(BIN)/python bench/demo.py
+
+bench: venv
+	set -e; for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+# The package as mypy must see it: adapters, kernels and artifacts lie beside voicehub_aot, and install inside it.
+build/links:
+	rm -rf $@
+	mkdir -p $@/voicehub_aot
+	cd $@/voicehub_aot && ln -s ../../../voicehub_aot/* ../../../adapters ../../../kernels ../../../artifacts .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,313 @@
+"""F5-TTS's networks: the parts both backbones are made of, smallest first, and DiT.
+
+Ported from SWivid/F5-TTS 2ae2c9bd9b64dab2cb069c4b97e5e7673c521e01 (MIT), src/f5_tts/model/{modules,backbones/dit}.py;
+the rotary embedding from x_transformers. Parameters keep upstream's names and shapes.
+
+Two masks run through everything. `inside` (n < lengths) is the mask upstream builds from durations; `reach`
+(n < extent) is where a row physically ends: what lies beyond it must not be seen, whatever the tensor's size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from voicehub_aot.kernels.attention import attention, key_bias
+
+Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Upstream's hyperparameters and defaults, those of both backbones.
+
+    text_mask_padding: zero the padding tokens between text convolutions. pe_attn_head: how many heads are rotated,
+    None = all. attn_mask_enabled: attention keys end at a row's length, not at its extent.
+    """
+
+    dim: int
+    depth: int = 8
+    heads: int = 8
+    dim_head: int = 64
+    ff_mult: int = 4
+    mel_dim: int = 100
+    text_num_embeds: int = 256
+    text_dim: int = 100
+    text_mask_padding: bool = True
+    qk_norm: Literal["rms_norm"] | None = None
+    conv_layers: int = 0
+    pe_attn_head: int | None = None
+    attn_mask_enabled: bool = False
+
+
+@dataclass(frozen=True)
+class DiTConfig(Config):
+    long_skip_connection: bool = False
+    backbone: Literal["DiT"] = "DiT"
+
+
+def inverse_frequencies(dim: int) -> Tensor:
+    """[dim / 2] float32: 10000 ** (-2 j / dim)."""
+    return 1.0 / torch.pow(10000.0, torch.arange(0, dim, 2).float() / dim)
+
+
+class TimestepEmbedding(nn.Module):
+    """time: [1] float32, 0 = noise, 1 = data -> [1, D].
+
+    Angles reach 1000 rad, where one float32 ulp is 6e-5: the order of the products is upstream's.
+    """
+
+    def __init__(self, dim: int, features: int = 256) -> None:
+        super().__init__()
+        self.waves = features // 2
+        self.time_mlp = nn.Sequential(nn.Linear(features, dim), nn.SiLU(), nn.Linear(dim, dim))
+
+    def forward(self, time: Tensor) -> Tensor:
+        decay = -(math.log(10000) / (self.waves - 1))
+        frequencies = torch.exp(torch.arange(self.waves, device=time.device).float() * decay)
+        angles = 1000 * time[:, None] * frequencies
+        embedded: Tensor = self.time_mlp(torch.cat((angles.sin(), angles.cos()), dim=-1))
+        return embedded
+
+
+class RotaryEmbedding(nn.Module):
+    """tokens -> cos and sin, each [tokens, 1, E / 2], float32. inv_freq is in released checkpoints."""
+
+    inv_freq: Tensor
+
+    def __init__(self, dim_head: int) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inverse_frequencies(dim_head))
+
+    def forward(self, tokens: int) -> Rope:
+        position = torch.arange(tokens, dtype=torch.float32, device=self.inv_freq.device)
+        angles = (position[:, None] * self.inv_freq)[:, None]
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rope: Rope, heads: int) -> Tensor:
+    """x: [B, T, H, E]. Turns channel pairs (2 j, 2 j + 1) of the first `heads` heads, float32."""
+    cos, sin = rope
+    pairs = x[:, :, :heads].view(*x.shape[:2], -1, x.shape[3] // 2, 2)
+    even, odd = pairs.unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return turned if heads >= x.shape[2] else torch.cat((turned, x[:, :, heads:]), dim=2)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        inner = config.heads * config.dim_head
+        self.heads = config.heads
+        self.rotated = config.heads if config.pe_attn_head is None else config.pe_attn_head
+        self.to_q = nn.Linear(config.dim, inner)
+        self.to_k = nn.Linear(config.dim, inner)
+        self.to_v = nn.Linear(config.dim, inner)
+        self.to_out = nn.ModuleList([nn.Linear(inner, config.dim)])
+        self.q_norm = nn.RMSNorm(config.dim_head, eps=1e-6) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.dim_head, eps=1e-6) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rope: Rope, bias: Tensor, inside: Tensor) -> Tensor:
+        """x: [B, T, D]; bias: [B, 1, 1, T] from `key_bias`; inside: [B, T, 1] 1.0 = real -> [B, T, D], 0 elsewhere."""
+        heads = (*x.shape[:2], self.heads, -1)
+        query, key, value = (linear(x).view(heads) for linear in (self.to_q, self.to_k, self.to_v))
+        query = rotate(self.q_norm(query), rope, self.rotated)
+        key = rotate(self.k_norm(key), rope, self.rotated)
+        mixed = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias)
+        out: Tensor = self.to_out[0](mixed.transpose(1, 2).flatten(2))
+        return out * inside
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, mult: int) -> None:
+        super().__init__()
+        expand = nn.Sequential(nn.Linear(dim, dim * mult), nn.GELU(approximate="tanh"))
+        self.ff = nn.Sequential(expand, nn.Identity(), nn.Linear(dim * mult, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.ff(x)
+        return out
+
+
+class GRN(nn.Module):
+    """Global response normalisation: its statistics run over time, hence over `reach` only."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.zeros(1, 1, dim))
+        self.beta = nn.Parameter(torch.zeros(1, 1, dim))
+
+    def forward(self, x: Tensor, reach: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x * reach, dim=1, keepdim=True)
+        response = norm / (norm.mean(dim=-1, keepdim=True) + 1e-6)
+        out: Tensor = self.gamma * (x * response) + self.beta + x
+        return out
+
+
+class ConvNeXtV2Block(nn.Module):
+    """x: [B, T, C], zero beyond `reach`; the result is not."""
+
+    def __init__(self, dim: int, inner: int) -> None:
+        super().__init__()
+        self.dwconv = nn.Conv1d(dim, dim, kernel_size=7, padding=3, groups=dim)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.pwconv1 = nn.Linear(dim, inner)
+        self.grn = GRN(inner)
+        self.pwconv2 = nn.Linear(inner, dim)
+
+    def forward(self, x: Tensor, reach: Tensor) -> Tensor:
+        y = self.norm(self.dwconv(x.transpose(1, 2)).transpose(1, 2))
+        y = self.grn(F.gelu(self.pwconv1(y)), reach)
+        out: Tensor = x + self.pwconv2(y)
+        return out
+
+
+class TextEmbedding(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.mask_padding = config.text_mask_padding
+        self.text_embed = nn.Embedding(config.text_num_embeds + 1, config.text_dim)  # row 0 is the filler
+        blocks = [ConvNeXtV2Block(config.text_dim, config.text_dim * 2) for _ in range(config.conv_layers)]
+        self.text_blocks = nn.ModuleList(blocks)
+
+    def forward(self, text: Tensor, inside: Tensor, reach: Tensor, drop_text: Tensor) -> Tensor:
+        """text: [B, L] ids, -1 = padding; inside, reach: [B, T] bool; drop_text: [B] bool -> [B, T, C], 0 beyond reach.
+
+        The dropped text keeps the real text's padding mask, so it still tells the text's length.
+        """
+        frames = inside.shape[1]
+        ids = F.pad(text + 1, (0, frames))[:, :frames] * inside
+        real = ids != 0
+        x: Tensor = self.text_embed(ids.masked_fill(drop_text[:, None], 0))
+        if self.text_blocks:
+            x = x + text_positions(frames, x.shape[2], x.device)
+            keep = (real if self.mask_padding else reach)[..., None].to(x.dtype)
+            x = x * (real if self.mask_padding else inside)[..., None]
+            for block in self.text_blocks:
+                x = block(x, reach[..., None].to(x.dtype)) * keep
+            return x
+        return x * inside[..., None]
+
+
+def text_positions(frames: int, dim: int, device: torch.device) -> Tensor:
+    """[frames, dim]: all cosines, then all sines. A formula here; a table of 8192 rows upstream."""
+    angles = torch.arange(frames, device=device).float()[:, None] * inverse_frequencies(dim).to(device)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class ConvPositionEmbedding(nn.Module):
+    """x: [B, T, D]; mask: [B, T, 1] -> [B, T, D]. Masked after Mish instead of before it: Mish(0) = 0."""
+
+    def __init__(self, dim: int, kernel: int = 31, groups: int = 16) -> None:
+        super().__init__()
+
+        def conv() -> nn.Conv1d:
+            return nn.Conv1d(dim, dim, kernel, groups=groups, padding=kernel // 2)
+
+        self.conv1d = nn.Sequential(conv(), nn.Mish(), conv(), nn.Mish())
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.transpose(1, 2)
+        x = x.transpose(1, 2) * mask
+        x = self.conv1d[1](self.conv1d[0](x)) * mask
+        x = self.conv1d[3](self.conv1d[2](x)) * mask
+        return x.transpose(1, 2)
+
+
+class InputEmbedding(nn.Module):
+    """Linear(cat(x, cond, text)) as a sum, so that only x's columns are work of every step."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.columns = [config.mel_dim, config.mel_dim, config.text_dim]
+        self.proj = nn.Linear(sum(self.columns), config.dim)
+        self.conv_pos_embed = ConvPositionEmbedding(config.dim)
+
+    def forward(self, x: Tensor, cond: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        of_x, of_cond, of_text = torch.split(self.proj.weight, self.columns, dim=1)
+        h = F.linear(x, of_x) + (F.linear(cond, of_cond, self.proj.bias) + F.linear(text, of_text))
+        embedded: Tensor = self.conv_pos_embed(h, mask) + h
+        return embedded
+
+
+class Modulation(nn.Module):
+    """te: [1, D] -> `parts` tensors of [1, 1, D]: they depend on the time alone and broadcast over rows."""
+
+    def __init__(self, dim: int, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.linear = nn.Linear(dim, dim * parts)
+
+    def forward(self, te: Tensor) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = self.linear(F.silu(te))[:, None].chunk(self.parts, dim=-1)
+        return parts
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x: [B, T, D]; shift, scale: [1, 1, D] -> [B, T, D]."""
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+class DiTBlock(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.attn_norm = Modulation(config.dim, 6)
+        self.attn = Attention(config)
+        self.ff = FeedForward(config.dim, config.ff_mult)
+
+    def forward(self, h: Tensor, te: Tensor, rope: Rope, bias: Tensor, inside: Tensor) -> Tensor:
+        shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = self.attn_norm(te)
+        h = h + gate_attn * self.attn(modulate(h, shift_attn, scale_attn), rope, bias, inside)
+        h = h + gate_ff * self.ff(modulate(h, shift_ff, scale_ff))
+        return h
+
+
+class DiT(nn.Module):
+    """The arguments are the region's inputs; returns velocity [B, T, mel] and the text embedding [B, T, C]."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.attn_mask_enabled = config.attn_mask_enabled
+        self.time_embed = TimestepEmbedding(config.dim)
+        self.text_embed = TextEmbedding(config)
+        self.input_embed = InputEmbedding(config)
+        self.rotary_embed = RotaryEmbedding(config.dim_head)
+        self.transformer_blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
+        self.long_skip_connection = (
+            nn.Linear(2 * config.dim, config.dim, bias=False) if config.long_skip_connection else None
+        )
+        self.norm_out = Modulation(config.dim, 2)
+        self.proj_out = nn.Linear(config.dim, config.mel_dim)
+
+    def forward(
+        self,
+        *,
+        x: Tensor,
+        time: Tensor,
+        cond: Tensor,
+        text: Tensor,
+        lengths: Tensor,
+        extent: Tensor,
+        drop_audio: Tensor,
+        drop_text: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        position = torch.arange(cond.shape[1], device=cond.device)
+        inside, reach = position < lengths[:, None], position < extent[:, None]
+        real = inside[..., None].to(cond.dtype)
+        te = self.time_embed(time)
+        text_embed = self.text_embed(text, inside, reach, drop_text)
+        h = self.input_embed(x, cond.masked_fill(drop_audio[:, None, None], 0.0), text_embed, real)
+        rope = self.rotary_embed(cond.shape[1])
+        bias = key_bias(inside if self.attn_mask_enabled else reach)
+        first = h
+        for block in self.transformer_blocks:
+            h = block(h, te, rope, bias, real)
+        if self.long_skip_connection is not None:
+            h = self.long_skip_connection(torch.cat((h, first), dim=-1))
+        scale, shift = self.norm_out(te)  # the other order than in the blocks
+        return self.proj_out(modulate(h, shift, scale)), text_embed

@@ -1,0 +1,261 @@
+"""F5-TTS: flow-matching text-to-speech that in-fills a mel spectrogram; and E2-TTS, the same task on another backbone.
+
+Upstream: SWivid/F5-TTS 2ae2c9bd9b64dab2cb069c4b97e5e7673c521e01, src/f5_tts/model: cfm.py, backbones/{dit,unett}.py.
+Code MIT; released weights CC-BY-NC-4.0. Checkpoints, in the hub's SWivid/F5-TTS and SWivid/E2-TTS: F5TTS_v1_Base,
+F5TTS_v1_Base_no_zero_init, F5TTS_Base (v0: text padding is not zeroed, one head is rotated), E2TTS_Base (UNetT).
+
+Compiled: one evaluation of the backbone, text encoder included. B rows, T frames (93.75 per second), L text tokens:
+
+    x           [B, T, mel]   state      log-mel, noise at time 0, data at time 1
+    time        [1]           time       one for all rows
+    cond        [B, T, mel]   request    log-mel of the prompt in its frames, 0 elsewhere
+    text        [B, L]        request    token ids, -1 = padding; cut at the row's frames
+    lengths     [B]           request    frames of each row: the mask upstream builds from durations
+    extent      [B]           request    frames that attention keys and the text encoder's statistics see
+    drop_audio  [B]           flag       cond becomes 0
+    drop_text   [B]           flag       ids become the filler's; the padding mask stays the real text's
+    velocity    [B, T, mel]   output
+    text_embed  [B, T, C]     output     what the text contributes; depends on the request alone
+
+With extent = lengths a row gives what it gives alone, whatever the tensor's size. With extent = T and shorter lengths
+it gives upstream's ragged batch, where released flags let real frames attend to padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from voicehub_aot import schedule
+from voicehub_aot.adapters._f5_checkpoint import (
+    CONFIGS,
+    NAME,
+    PREFIX,
+    checkpoint_shapes,
+    config_from,
+    formula_weights,
+    network,
+    read_checkpoint,
+)
+from voicehub_aot.adapters._f5_dit import Config
+from voicehub_aot.adapters._f5_unett import UNetTConfig
+from voicehub_aot.checkpoint import check_shapes
+from voicehub_aot.errors import OptionUnsupported, UsageError
+from voicehub_aot.golden import Case
+from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
+from voicehub_aot.program import Program, euler, midpoint
+from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
+
+if TYPE_CHECKING:
+    from voicehub_aot.adapters import Sampler
+
+__all__ = [
+    "ALIASES",
+    "CONFIGS",
+    "DEFAULT_BUCKETS",
+    "DEFAULT_CONFIG",
+    "DEFAULT_STEPS",
+    "HUB_FILES",
+    "NAME",
+    "case_program",
+    "checkpoint_shapes",
+    "config_from",
+    "formula_weights",
+    "program",
+    "read_checkpoint",
+    "region",
+    "replay",
+]
+
+ALIASES = ("f5", "f5-tts", "f5_tts")
+DEFAULT_CONFIG = "F5TTS_v1_Base"
+DEFAULT_BUCKETS = {"frames": (128, 256, 512, 1024, 2048), "text": (512,)}
+DEFAULT_STEPS = (32, 16, 7)
+HUB_FILES = {
+    "F5TTS_v1_Base": ("F5TTS_v1_Base/model_1250000.safetensors",),
+    "F5TTS_v1_Base_no_zero_init": ("F5TTS_v1_Base_no_zero_init/model_1250000.safetensors",),
+    "F5TTS_Base": ("F5TTS_Base/model_1200000.safetensors",),
+    "E2TTS_Base": ("E2TTS_Base/model_1200000.safetensors",),
+    "tiny": (),
+}
+
+_CALL = Call(
+    parameters=(
+        Parameter(name="x", kind="tensor", feeds="x"),
+        Parameter(name="cond", kind="tensor", feeds="cond"),
+        Parameter(name="text", kind="tensor", feeds="text"),
+        Parameter(name="time", kind="time"),
+        Parameter(name="mask", kind="mask", feeds="frames", required=False),
+        Parameter(name="drop_audio_cond", kind="flag", feeds="drop_audio", default=False, required=False),
+        Parameter(name="drop_text", kind="flag", feeds="drop_text", default=False, required=False),
+        Parameter(name="cfg_infer", kind="packed", default=False, required=False),
+        Parameter(name="cache", kind="ignored", default=False, required=False),
+    ),
+    returns="velocity",
+    source="SWivid/F5-TTS 2ae2c9bd, src/f5_tts/model/backbones/dit.py, DiT.forward",
+)
+_GUIDANCE = Guidance(
+    equation="classifier_free",
+    branches=(
+        Branch(name="conditional", flags={}),
+        Branch(name="unconditional", flags={"drop_audio": True, "drop_text": True}),
+    ),
+    scale=2.0,
+)
+
+
+def _spec(config: Config) -> RegionSpec:
+    top = 4096 if isinstance(config, UNetTConfig) else 8192  # upstream's text position tables
+    mel: tuple[str | int, ...] = ("B", "frames", config.mel_dim)
+    request: Any = {"binding": "REQUEST"}
+    count: Any = {"binding": "REQUEST", "shape": ("B",), "dtype": "int64", "low": 1, "high": top + 1}
+    flag: Any = {"binding": "REQUEST", "shape": ("B",), "dtype": "bool", "flag": True}
+    ids: Any = {"dtype": "int64", "pad": -1, "low": 0, "high": config.text_num_embeds}
+    return RegionSpec(
+        name="denoiser",
+        inputs=(
+            Input(name="x", shape=mel, binding="STATE", doc="log-mel, noise at time 0"),
+            Input(name="time", shape=(1,), binding="TIME", doc="0 = noise, 1 = data"),
+            Input(name="cond", shape=mel, shorter=True, doc="log-mel of the prompt in its frames, else 0", **request),
+            Input(name="text", shape=("B", "text"), doc="token ids, -1 = padding", **ids, **request),
+            Input(name="lengths", doc="frames of each row", **count),
+            Input(name="extent", doc="frames that keys and text statistics of each row see", **count),
+            Input(name="drop_audio", doc="without the prompt's audio", **flag),
+            Input(name="drop_text", doc="without the text", **flag),
+        ),
+        dims=(
+            Dim(name="frames", max=top, length="lengths", extent="extent", doc="mel frames, 93.75 per second"),
+            Dim(name="text", max=4096, doc="text tokens"),
+        ),
+        outputs=("velocity", "text_embed"),
+        guidance=_GUIDANCE,
+        call=_CALL,
+    )
+
+
+def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
+    weights = {**formula_weights(config), **weights}
+    check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
+    module = network(config)
+    state = {key.removeprefix(PREFIX): tensor.float().contiguous() for key, tensor in weights.items()}
+    module.load_state_dict(state, assign=True)
+    return Region(_spec(config), module.eval().requires_grad_(False))
+
+
+# --- sampling loop
+
+SOLVERS = {"euler": euler, "midpoint": midpoint}
+GRIDS = {"epss": schedule.epss, "linear": schedule.linear}
+SWAY = -1.0  # of the released inference
+SAMPLE_DEFAULTS: Mapping[str, Any] = {  # CFM.sample's own
+    "steps": 32,
+    "cfg_strength": 1.0,
+    "sway_sampling_coef": None,
+    "method": "euler",
+    "use_epss": True,
+    "noise_seed": None,
+    "no_ref_audio": False,
+}
+CALL_DEFAULTS: Mapping[str, Any] = {
+    "cfg_infer": False,
+    "drop_audio_cond": False,
+    "drop_text": False,
+    "cfg_strength": None,
+    "mask_is_none": None,
+}
+
+
+def _program(steps: int, solver: str, grid: str, sway: float | None) -> Program:
+    for what, name, known in (("solver", solver, SOLVERS), ("grid", grid, GRIDS)):
+        if name not in known:
+            raise OptionUnsupported(f"{NAME}: {what} {name!r} is not known; known are {', '.join(known)}")
+    return SOLVERS[solver](schedule.sway(GRIDS[grid](steps), sway))
+
+
+def program(steps: int, *, solver: str | None = None, grid: str | None = None, sway: float | None = None) -> Program:
+    return _program(steps, solver or "euler", grid or "epss", SWAY if sway is None else sway)
+
+
+# --- recorded cases
+
+
+def _scalars(case: Case, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(case.scalars) - set(defaults)):
+        raise UsageError(f"{case.name}: scalars {unknown!r} are not understood; known are {sorted(defaults)!r}")
+    return {**defaults, **case.scalars}
+
+
+def _inputs(case: Case, wanted: Iterable[str], optional: Iterable[str]) -> Mapping[str, Tensor]:
+    if not set(wanted) <= set(case.inputs) <= {*wanted, *optional}:
+        raise UsageError(f"{case.name}: inputs are {sorted(case.inputs)!r}, wanted {wanted!r} and perhaps {optional!r}")
+    return case.inputs
+
+
+def _chosen(case: Case, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if unknown := sorted(set(case.outputs) - set(results)):
+        raise UsageError(f"{case.name}: outputs {unknown!r} are not understood; known are {sorted(results)!r}")
+    return {name: results[name] for name in case.outputs}
+
+
+def case_program(case: Case) -> Program | None:
+    if case.kind != "sampler":
+        return None
+    s = _scalars(case, SAMPLE_DEFAULTS)
+    return _program(s["steps"], s["method"], "epss" if s["use_epss"] else "linear", s["sway_sampling_coef"])
+
+
+def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    return _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
+
+
+def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    s = _scalars(case, CALL_DEFAULTS)
+    inputs = _inputs(case, ("x", "cond", "text", "time"), ("mask",))
+    x, cond, text, mask = inputs["x"], inputs["cond"], inputs["text"], inputs.get("mask")
+    if s["mask_is_none"] not in (None, mask is None):
+        raise UsageError(f"{case.name}: mask_is_none={s['mask_is_none']!r}, but the inputs are {sorted(inputs)!r}")
+    rows, frames = x.shape[:2]
+    reach = {} if mask is None else {"lengths": mask.sum(1), "extent": torch.full((rows,), frames)}
+    embedded = sampler.exposed(x, cond=cond, text=text, **reach)["text_embed"]
+    results = {"text_embed_cond": embedded[:rows], "text_embed_uncond": embedded[rows:]}
+    dropped = {"drop_audio_cond": s["drop_audio_cond"], "drop_text": s["drop_text"]}
+    out = sampler.denoiser()(x, cond, text, inputs["time"], mask=mask, cfg_infer=s["cfg_infer"], **dropped)
+    results["packed" if s["cfg_infer"] else "velocity"] = out
+    if s["cfg_infer"] and s["cfg_strength"] is not None:
+        results["guided"] = EQUATIONS[_GUIDANCE.equation](out, s["cfg_strength"])
+    return _chosen(case, results)
+
+
+def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    """CFM.sample from the noise on; what it does to durations and prompts is done here."""
+    s, loop = _scalars(case, SAMPLE_DEFAULTS), case_program(case)
+    assert loop is not None
+    inputs = _inputs(case, ("noise", "cond", "text", "lens", "duration"), ("edit_mask",))
+    noise, cond, text, lens = (inputs[name] for name in ("noise", "cond", "text", "lens"))
+    rows, frames = noise.shape[:2]
+    duration = torch.maximum(torch.maximum((text != -1).sum(1), lens) + 1, inputs["duration"])
+    if int(duration.max()) != frames:
+        raise UsageError(f"{case.name}: noise has {frames} frames, but durations are {duration.tolist()!r}")
+
+    def to_frames(values: Tensor) -> Tensor:
+        padded = values.new_zeros(rows, frames, *values.shape[2:])
+        padded[:, : values.shape[1]] = values[:, :frames]
+        return padded
+
+    known = torch.arange(frames) < lens[:, None]
+    if "edit_mask" in inputs:
+        known = known & to_frames(inputs["edit_mask"])
+    cond = torch.zeros_like(noise) if s["no_ref_audio"] else to_frames(cond)
+    request = {
+        "cond": cond.masked_fill(~known[..., None], 0.0),
+        "text": text,
+        "lengths": duration,
+        "extent": torch.full((rows,), frames),
+    }
+    guidance = max(s["cfg_strength"], 0.0)  # upstream guides above 1e-5 only
+    *_, final = sampler.trajectory(noise=noise, program=loop.name, guidance=guidance, **request)
+    result = torch.where(known[..., None], cond, final)
+    return _chosen(case, {"schedule": torch.tensor(loop.schedule), "final_state": final, "result": result})

@@ -1,0 +1,103 @@
+"""manifest.json: everything the runtime knows about an artifact, as data.
+
+The manifest's own `digest` covers all its other fields, so an edited manifest is not taken for the built one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from voicehub_aot.bucket import Buckets
+from voicehub_aot.region import RegionSpec
+from voicehub_aot.target import Target
+
+SCHEMA_VERSION = 1
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorSpec(_Data):
+    """A tensor at an engine's border. shape: numbers, "B", "N" (evaluations), dimension names, or expressions."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+class FileEntry(_Data):
+    sha256: str
+    size: int
+
+
+class EngineEntry(_Data):
+    """One compiled stage. bucket: the sizes it was fixed to; empty = any size.
+
+    constants: weights it reads from the weight file, under these names (none when they are packed inside).
+    """
+
+    engine: str
+    stage: Literal["prepare", "step"]
+    bucket: dict[str, int]
+    path: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    constants: tuple[TensorSpec, ...]
+    key: str
+    seconds: float
+    reason: str
+
+
+class StageReport(_Data):
+    """What `inspect` shows of a stage. flops: matrix operations of one call by bucket label."""
+
+    nodes: int
+    parameters: int
+    weight_bytes: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    flops: dict[str, int]
+
+
+class Checkpoint(_Data):
+    """source: as given on the command line. digest: sha256 over the weights' names, shapes and bytes."""
+
+    source: str
+    digest: str
+
+
+class Manifest(_Data):
+    schema_version: int = SCHEMA_VERSION
+    created_by: str
+    model: str
+    config_name: str
+    config: dict[str, Any]
+    checkpoint: Checkpoint
+    target: Target
+    versions: dict[str, str]
+    region: RegionSpec
+    buckets: Buckets
+    shapes: Literal["dynamic", "static"]
+    weights_mode: Literal["packed", "shared"]
+    engines: tuple[EngineEntry, ...]
+    stages: dict[str, StageReport]
+    folded: tuple[str, ...]
+    programs: tuple[str, ...]
+    files: dict[str, FileEntry]
+    digest: str = ""
+
+    def signed(self) -> Manifest:
+        """This manifest with its digest filled in."""
+        return self.model_copy(update={"digest": self.computed_digest()})
+
+    def computed_digest(self) -> str:
+        return _digest(self.model_dump(mode="json", exclude={"digest"}))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,305 @@
+"""The parity report: what was measured, as data (JSON), for CI (JUnit) and for people (one HTML file).
+
+Numbers that are not finite are the strings "Infinity", "-Infinity" and "NaN" in JSON, as the schema says: a failure
+stays readable, and no reader meets a bare NaN. `report.schema.json` beside this file is `ParityReport`'s schema.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn, get_args
+from xml.etree import ElementTree
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema, model_validator
+
+from voicehub_aot.errors import ArtifactCorrupt, MissingDependency, VersionUnsupported
+
+SCHEMA_VERSION = 1
+SCHEMA = "report.schema.json"
+TEMPLATE = "report.html.jinja"
+
+Check = Literal["staged", "evaluation", "trajectory", "padding", "sensitivity"]
+Number = Annotated[
+    float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"], "type": "string"}]})
+]
+CHECKS: dict[Check, str] = {
+    "staged": "The graph split into stages, against the module it was split from.",
+    "evaluation": "One call of the denoiser, at several times and valid lengths.",
+    "trajectory": "A whole sampling program, from noise to result.",
+    "padding": "Every bucket, against the same request without padding.",
+    "sensitivity": "Requests that differ must give results that differ.",
+}
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Row(_Data):
+    """One comparison. It cannot pass with a distance outside its budget, or with one that is not a number.
+
+    bucket: sizes the engine was compiled for; empty = any. lengths: valid length of each batch row.
+    max_abs, rel_l2, snr_db, errors_by_step (rel_l2 after each step): against float32 eager; snr_db None = identical.
+    distance: max |engine - float64 reference|; budget: the most it may be (twice eager's own distance, plus a floor).
+    sensitivity: distance is the relative difference of two outputs that must differ; budget is the least it must be.
+    """
+
+    check: Check
+    engine: str
+    bucket: dict[str, int]
+    lengths: tuple[int, ...]
+    program: str | None
+    time: Number | None
+    guided: bool
+    max_abs: Number
+    rel_l2: Number
+    snr_db: Number | None
+    first_bad_step: int | None
+    distance: Number
+    budget: Number
+    passed: bool
+    note: str = ""
+    errors_by_step: tuple[Number, ...] = ()
+
+    @model_validator(mode="after")
+    def _passes_within_budget_only(self) -> Row:
+        finite = all(map(math.isfinite, (self.max_abs, self.rel_l2, self.distance, self.budget)))
+        if self.passed and not (finite and self.used <= 1):
+            raise ValueError(f"{self.name}: marked as passed, with {self.verdict}")
+        return self
+
+    @property
+    def name(self) -> str:
+        """e.g. "trajectory frames=128 lengths=128 euler-32 guided on aoti"; one row of a report each."""
+        parts = [self.check, label(self.bucket), "lengths=" + ",".join(map(str, self.lengths)), self.program]
+        parts += [None if self.time is None else f"t={self.time:g}", "guided" if self.guided else None]
+        parts += [f"on {self.engine}", f"({self.note})" if self.check == "sensitivity" and self.note else None]
+        return " ".join(part for part in parts if part)
+
+    @property
+    def used(self) -> float:
+        """The part of the budget that is used up: 1 is just enough, infinite where nothing can be said."""
+        used, whole = (self.budget, self.distance) if self.check == "sensitivity" else (self.distance, self.budget)
+        if not (math.isfinite(used) and math.isfinite(whole)):
+            return math.inf
+        if whole <= 0:
+            return 0.0 if used <= whole else math.inf
+        return used / whole
+
+    @property
+    def verdict(self) -> str:
+        bound = "at least" if self.check == "sensitivity" else "at most"
+        return f"distance {number(self.distance)}, wanted {bound} {number(self.budget)}"
+
+
+class Timing(_Data):
+    """One engine in one bucket, in milliseconds a call. flops: of one call. waste: padded work / useful work - 1."""
+
+    bucket: dict[str, int]
+    rows: int
+    engine: str
+    engine_ms: float
+    eager_ms: float
+    flops: int
+    waste: float | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{label(self.bucket)}, {self.rows} rows" if self.rows > 1 else label(self.bucket)
+
+    @property
+    def speedup(self) -> float:
+        return self.eager_ms / self.engine_ms if self.engine_ms > 0 else math.inf
+
+    @property
+    def gflops(self) -> float:
+        """Per second."""
+        return self.flops / self.engine_ms / 1e6 if self.engine_ms > 0 else math.inf
+
+
+class Size(_Data):
+    """A file, or a group of files, of the artifact."""
+
+    name: str
+    bytes: int
+
+
+class ParityReport(_Data):
+    """True iff something was measured and all of it passed. versions: by package name."""
+
+    schema_version: int = SCHEMA_VERSION
+    model: str
+    config: str
+    checkpoint: str
+    target: str
+    weights_mode: str
+    versions: dict[str, str]
+    rows: tuple[Row, ...] = ()
+    timings: tuple[Timing, ...] = ()
+    sizes: tuple[Size, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.rows) and all(row.passed for row in self.rows)
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.passed)
+
+
+def label(bucket: Mapping[str, int]) -> str:
+    """ "frames=128 text=64", or "any size" where nothing was fixed."""
+    return " ".join(f"{axis}={size}" for axis, size in bucket.items()) or "any size"
+
+
+def number(value: float | None) -> str:
+    """Three digits, for people: "0.0123", "4.56e-7", "∞"."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def measure(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float, float | None]:
+    """(max |got - want|, |got - want| / |want|, SNR in dB or None if identical), in float64. Shapes must be equal.
+
+    Infinite, so that no budget accepts it: another shape, nothing to compare, anything not finite on either side
+    (NaN never equals NaN), and a `got` of one value throughout where `want` varies.
+    """
+    hopeless = (math.inf, math.inf, -math.inf)
+    if got.shape != want.shape or got.numel() == 0:
+        return hopeless
+    got, want = got.detach().double(), want.detach().double()
+    if not (got.isfinite().all() and want.isfinite().all()):
+        return hopeless
+    if got.min() == got.max() and want.min() != want.max():
+        return hopeless
+    error = got - want
+    max_abs, error_norm, want_norm = (float(x) for x in (error.abs().max(), error.norm(), want.norm()))
+    if max_abs == 0:
+        return 0.0, 0.0, None
+    rel_l2 = error_norm / want_norm if want_norm > 0 else math.inf
+    return max_abs, rel_l2, -20 * math.log10(rel_l2) if rel_l2 > 0 else math.inf
+
+
+def write_json(report: ParityReport, path: Path) -> None:
+    """Equal reports are equal bytes."""
+    content = json.loads(report.model_dump_json())
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> ParityReport:
+    """Raises ArtifactCorrupt or VersionUnsupported."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        version = content["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise VersionUnsupported(
+                f"{path}: report schema {version!r}, this package reads {SCHEMA_VERSION}; run voicehub-aot verify again"
+            )
+        return ParityReport.model_validate(content)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:  # ValidationError is a ValueError
+        raise ArtifactCorrupt(f"{path}: no parity report ({_first(error)}); run voicehub-aot verify again") from error
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"bare {constant}")
+
+
+def _first(error: Exception) -> str:
+    """The part of an error that names the reason, on one line."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def write_schema() -> None:
+    """Bring the schema file up to date with the model."""
+    schema = ParityReport.model_json_schema()
+    Path(__file__).with_name(SCHEMA).write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
+
+
+def junit(report: ParityReport) -> str:
+    """JUnit XML: one testcase per engine, bucket, check and program. Without any measurement, one that fails."""
+    suite = ElementTree.Element("testsuite", name=_xml(f"parity of {report.model} {report.config}"))
+    properties = ElementTree.SubElement(suite, "properties")
+    facts = {"target": report.target, "weights": report.weights_mode, "checkpoint": report.checkpoint}
+    for name, value in {**facts, **report.versions}.items():
+        ElementTree.SubElement(properties, "property", name=_xml(name), value=_xml(value))
+
+    cases: dict[str, list[Row]] = {}
+    for row in report.rows:
+        what = " ".join(filter(None, (row.check, label(row.bucket), row.program)))
+        cases.setdefault(f"{what} on {row.engine}", []).append(row)
+    for name, rows in cases.items():
+        _testcase(suite, report, name, [_explain(row) for row in _worst_first(rows) if not row.passed])
+    if not cases:
+        _testcase(suite, report, "rows", ["nothing was measured, so nothing is proven"])
+
+    count, failures = len(suite.findall("testcase")), len(suite.findall("testcase/failure"))
+    counts = {"tests": str(count), "failures": str(failures), "errors": "0", "skipped": "0"}
+    suite.attrib.update(counts)
+    root = ElementTree.Element("testsuites", counts)
+    root.append(suite)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _testcase(suite: ElementTree.Element, report: ParityReport, name: str, failures: list[str]) -> None:
+    class_name = _xml(f"parity.{report.model}.{report.config}")
+    case = ElementTree.SubElement(suite, "testcase", classname=class_name, name=_xml(name))
+    if failures:
+        failure = ElementTree.SubElement(case, "failure", type="parity", message=_xml(failures[0]))
+        failure.text = _xml("\n".join(failures))
+
+
+def _xml(text: str) -> str:
+    """Without the control characters that XML 1.0 cannot hold, e.g. a compiler's colours in a note."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
+
+
+def _worst_first(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (row.passed, -row.used))
+
+
+def _explain(row: Row) -> str:
+    at = "" if row.first_bad_step is None else f", first bad step {row.first_bad_step}"
+    return f"{row.name}: {row.verdict}{at}" + (f"; {row.note}" if row.note else "")
+
+
+def html(report: ParityReport) -> str:
+    """One self-contained page. Needs the `report` extra: raises MissingDependency without it."""
+    try:
+        import jinja2
+
+        from voicehub_aot.artifacts import charts
+    except ImportError as error:
+        raise MissingDependency(
+            f"the HTML report needs jinja2 and matplotlib ({error}); pip install 'voicehub-aot[report]'"
+        ) from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "label": label}
+    groups = [(check, _worst_first(row for row in report.rows if row.check == check)) for check in get_args(Check)]
+    template = resources.files("voicehub_aot.artifacts").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        report=report,
+        groups=sorted((g for g in groups if g[1]), key=lambda group: group[1][0].passed),
+        about=CHECKS,
+        timings=sorted(report.timings, key=lambda timing: timing.speedup >= 1),
+        error_charts=charts.errors([row for row in report.rows if row.errors_by_step]),
+        latency_chart=charts.latency(report.timings) if report.timings else "",
+        size_chart=charts.sizes(report.sizes) if report.sizes else "",
+    )

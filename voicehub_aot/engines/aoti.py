@@ -1,0 +1,168 @@
+"""AOTInductor on CPU: compile a stage to a shared library, open it without a compiler.
+
+packed  weights inside, laid out for the matrix library (freezing); one engine for every size
+shared  weights left out and bound to tensors of ours, so any number of engines reads one copy
+
+torch's private names are used here and nowhere else. Facts about them, torch 2.13:
+- freezing acts only under no_grad, and silently does nothing otherwise; hence `PACKED_MARK`.
+- the raw loader accepts an unpacked folder, maps the library in place and writes no temporary file.
+- running an engine before its constants are bound is a segmentation fault, and a constant of the wrong shape is
+  taken as it is; hence `_check_constants`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterator, Literal
+
+import torch
+
+from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable
+from voicehub_aot.target import VECTOR_BITS, Target
+
+if TYPE_CHECKING:
+    from torch import fx
+
+NAME = "aoti"
+Weights = Literal["packed", "shared"]
+
+FOLDER = Path("data/aotinductor/model")  # where the raw loader looks inside an unpacked package
+LIBRARY = FOLDER / "model.wrapper.so"
+METADATA = FOLDER / "model.wrapper_metadata.json"
+PACKED_MARK = "_linear_pointwise"  # the packed matrix product in generated code
+
+_MADV_DONTNEED = 4
+
+
+def options(weights: Weights, target: Target) -> dict[str, Any]:
+    """Inductor's settings. Everything here shapes the code, so it is part of an engine's cache key."""
+    settings: dict[str, Any] = {
+        "aot_inductor.package": True,
+        "aot_inductor.enable_line_tables": False,
+        "cpp.dynamic_threads": True,  # else the build machine's thread count is burnt in
+        "cpp.march": target.isa,
+    }
+    if target.isa in VECTOR_BITS:
+        settings["cpp.simdlen"] = VECTOR_BITS[target.isa]
+    if weights == "packed":
+        return {**settings, "freezing": True, "aot_inductor.force_mmap_weights": True}
+    return {**settings, "aot_inductor.package_constants_in_so": False}
+
+
+def compile_stage(
+    module: fx.GraphModule, inputs: list[torch.Tensor], weights: Weights, target: Target, folder: Path, where: str
+) -> None:
+    """Compile `module` (a flat exported graph) into `folder`. inputs: examples, their sizes steer loop choices.
+
+    Raises CompileFailed with the back end's reason chained, or if packing was asked for and did not happen.
+    """
+    from torch._inductor import aot_compile
+
+    try:
+        with torch.no_grad(), _quiet_compiler():
+            files = aot_compile(module, tuple(inputs), options=options(weights, target))
+    except Exception as error:  # Inductor raises its own, the compiler's and plain runtime errors
+        raise CompileFailed(f"{where}: AOTInductor failed ({type(error).__name__}): {error}") from error
+    library = _only(files, ".wrapper.so", where)
+    metadata = _only(files, ".wrapper_metadata.json", where)
+    if weights == "packed" and _linears(module):
+        source = Path(_only(files, ".wrapper.cpp", where)).read_text()
+        if PACKED_MARK not in source:
+            raise CompileFailed(f"{where}: weights were not packed ({PACKED_MARK} is absent from the generated code)")
+    (folder / FOLDER).mkdir(parents=True)
+    shutil.copyfile(library, folder / LIBRARY)
+    shutil.copyfile(metadata, folder / METADATA)
+    for file in files:
+        if isinstance(file, str):  # a packed library is as large as the model: leave no second copy behind
+            Path(file).unlink(missing_ok=True)
+
+
+@contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _only(files: list[Any], suffix: str, where: str) -> str:
+    matching = [f for f in files if isinstance(f, str) and f.endswith(suffix)]
+    if len(matching) != 1:
+        raise CompileFailed(f"{where}: AOTInductor wrote {len(matching)} files ending in {suffix}, wanted one")
+    return matching[0]
+
+
+def _linears(module: fx.GraphModule) -> bool:
+    return any(n.target == torch.ops.aten.linear.default for n in module.graph.nodes)
+
+
+class AotiStage:
+    """One opened stage. `constants` are kept alive here because the library holds bare pointers to them."""
+
+    def __init__(self, loader: Any, constants: dict[str, torch.Tensor]) -> None:
+        self._run = loader.run
+        self._loader, self._constants = loader, constants
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """~4 us on top of the stage's own work. Thread-safe; calls beyond `runners` queue inside."""
+        return self._run(inputs)  # type: ignore[no-any-return]
+
+
+def open_stage(
+    folder: Path, weights: Weights, constants: Mapping[str, torch.Tensor], runners: int, where: str
+) -> AotiStage:
+    """Open a compiled folder whose digests the caller has verified.
+
+    constants: shared mode only: every weight the stage reads, under the engine's own names, checked for shape and
+    dtype by the caller against the manifest. runners: calls that may run at once.
+    """
+    if not (folder / LIBRARY).is_file():
+        raise ArtifactCorrupt(f"{where}: {LIBRARY} is missing; rebuild the artifact")
+    if not hasattr(torch._C, "_aoti"):
+        raise EngineUnavailable(f"{where}: this torch ({torch.__version__}) has no AOTInductor runtime")
+    try:
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(folder), "model", False, runners, -1)
+        names = loader.get_constant_fqns()
+    except RuntimeError as error:
+        raise ArtifactCorrupt(f"{where}: the library cannot be opened ({_first_line(error)})") from error
+    bound: dict[str, torch.Tensor] = {}
+    if weights == "shared":
+        missing = sorted(set(names) - set(constants))
+        if missing:
+            raise ArtifactCorrupt(f"{where}: the weight file lacks {', '.join(missing[:6])}; rebuild the artifact")
+        bound = {name: constants[name] for name in names}
+        loader.load_constants(bound, False, True, user_managed=True)
+    else:
+        release_mapped_weights(folder / LIBRARY)
+    return AotiStage(loader, bound)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def release_mapped_weights(library: Path) -> None:
+    """Give back the file pages of a packed library's weights: the engine has copied them and reads its copy.
+
+    They are clean pages of a private mapping, so the kernel reads them again should anyone ask. Linux only;
+    elsewhere the pages stay until memory is short.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    wanted = str(library.resolve())
+    for line in maps.read_text().splitlines():
+        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-p ([0-9a-f]+) \S+ \d+\s+(.*)", line)
+        if match is None or match[4] != wanted:
+            continue
+        start, end, offset = (int(match[i], 16) for i in (1, 2, 3))
+        if offset % 16384 == 0 and offset + (end - start) >= os.path.getsize(library):
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)

@@ -1,0 +1,54 @@
+"""The region's own module, unsplit and uncompiled: the reference every other engine is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from voicehub_aot.program import Program
+from voicehub_aot.region import Region
+
+NAME = "eager"
+
+
+class EagerEvaluator:
+    """Evaluates a region at any time. `dtype` float64 makes it the high-precision reference."""
+
+    any_time = True
+
+    def __init__(self, region: Region, dtype: torch.dtype = torch.float32) -> None:
+        self.region, self.dtype = region, dtype
+
+    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> EagerPrepared:
+        cast = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in inputs.items()}
+        return EagerPrepared(self, cast, program)
+
+
+@dataclass(frozen=True)
+class EagerPrepared:
+    """One request's inputs; the module itself does the preparing, at every evaluation."""
+
+    evaluator: EagerEvaluator
+    inputs: Mapping[str, torch.Tensor]
+    program: Program
+
+    def _call(self, row: int, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        spec = self.evaluator.region.spec
+        time = torch.tensor([self.program.times[row]], dtype=self.evaluator.dtype)
+        with torch.no_grad():
+            result = self.evaluator.region.module(
+                **{spec.state.name: state.to(self.evaluator.dtype), spec.time.name: time}, **self.inputs
+            )
+        return result if isinstance(result, tuple) else (result,)
+
+    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor:
+        return self._call(row, state)[0]
+
+    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
+        names = self.evaluator.region.spec.outputs[1:]
+        return dict(zip(names, self._call(0, state)[1:], strict=True)) if names else {}
+
+    def first_rows(self, rows: int) -> EagerPrepared:
+        return EagerPrepared(self.evaluator, {n: t[:rows] for n, t in self.inputs.items()}, self.program)

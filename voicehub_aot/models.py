@@ -1,0 +1,78 @@
+"""From what a user names (model, configuration, weights) to a `Model` with its weights loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from voicehub_aot import adapters
+from voicehub_aot.artifacts.manifest import Checkpoint
+from voicehub_aot.build import Model, config_values, weights_digest
+from voicehub_aot.checkpoint import locate
+from voicehub_aot.errors import UnknownModel, UsageError
+from voicehub_aot.golden import Case
+from voicehub_aot.synthetic import synthetic_weights
+
+SYNTHETIC = "synthetic"
+
+
+def resolve(model: str, config: str | None, weights: str) -> Model:
+    """weights: "synthetic", a local path, or hf:owner/name[@revision][:file].
+
+    config: a released name (default the adapter's, or what the checkpoint says), or a .json file of
+    hyperparameters in upstream's names. Raises UnknownModel, UsageError or CheckpointMismatch.
+    """
+    adapter = adapters.load(model)
+    named = _named_config(adapter, config)
+    if weights == SYNTHETIC:
+        chosen = named if named is not None else adapter.CONFIGS[adapter.DEFAULT_CONFIG]
+        state = synthetic_weights(adapter.checkpoint_shapes(chosen)) | adapter.formula_weights(chosen)
+        return _model(adapter, config or adapter.DEFAULT_CONFIG, chosen, state, SYNTHETIC)
+    files = adapter.HUB_FILES.get(config or adapter.DEFAULT_CONFIG, ())
+    path = locate(weights, files)
+    found, state = adapter.read_checkpoint(path, config if config in adapter.CONFIGS else None)
+    chosen = named if named is not None else found
+    return _model(adapter, config or _config_name(adapter, chosen), chosen, state, weights)
+
+
+def from_case(case: Case) -> Model:
+    """The model a recorded case was run with."""
+    adapter = adapters.load(case.model)
+    config = adapter.config_from(case.config)
+    state = adapter.read_checkpoint(case.onnx, None)[1] if case.weights == "onnx" else case.checkpoint()
+    return _model(adapter, case.name, config, state, case.name)
+
+
+def _named_config(adapter: adapters.Adapter, config: str | None) -> Any:
+    if config is None:
+        return None
+    if config in adapter.CONFIGS:
+        return adapter.CONFIGS[config]
+    if config.endswith(".json"):
+        try:
+            return adapter.config_from(json.loads(Path(config).read_text()))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--config {config!r}: unreadable ({error}); wanted a JSON object") from error
+    raise UnknownModel(
+        f"{adapter.NAME}: config {config!r} is not known; known are {', '.join(adapter.CONFIGS)}, or give a .json file"
+    )
+
+
+def _config_name(adapter: adapters.Adapter, config: Any) -> str:
+    return next((name for name, known in adapter.CONFIGS.items() if known == config), "custom")
+
+
+def _model(
+    adapter: adapters.Adapter, config_name: str, config: Any, state: Mapping[str, torch.Tensor], source: str
+) -> Model:
+    return Model(
+        name=adapter.NAME,
+        config_name=config_name,
+        config=config_values(config),
+        region=adapter.region(config, state),
+        checkpoint=Checkpoint(source=source, digest=weights_digest(state)),
+    )

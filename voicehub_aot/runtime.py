@@ -1,0 +1,489 @@
+"""Runs a built artifact: `load(path)` -> `Runtime`.
+
+Nothing here imports an adapter, an exporter or a compiler. A request is: check and lay out (request.py), prepare
+once, then the program's loop (sampler.py) over the step engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from voicehub_aot.artifacts import store
+from voicehub_aot.artifacts.manifest import EngineEntry, Manifest, TensorSpec
+from voicehub_aot.bucket import Buckets
+from voicehub_aot.denoiser import Denoiser
+from voicehub_aot.engines import StageEngine, aoti
+from voicehub_aot.errors import (
+    ArtifactCorrupt,
+    EngineUnavailable,
+    InputMismatch,
+    NoBucketFits,
+    OptionUnsupported,
+    ProgramNotBuilt,
+    VersionUnsupported,
+)
+from voicehub_aot.guidance import EQUATIONS, is_off
+from voicehub_aot.program import Combine, Evaluate, Program
+from voicehub_aot.region import DTYPES, RegionSpec
+from voicehub_aot.request import BATCH, Request, RequestReader
+from voicehub_aot.sampler import Velocity, guided, steps
+from voicehub_aot.target import check_target, torch_minor
+
+log = logging.getLogger(__name__)
+
+TIME_TOLERANCE = 1e-6  # a time this close to a table row's is that row's: grids are float32
+Overflow = Literal["error", "run"]
+
+
+class Prepared(Protocol):
+    """One request's values, computed once."""
+
+    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor: ...
+
+    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]: ...
+
+    def first_rows(self, rows: int) -> Prepared: ...
+
+
+class Evaluator(Protocol):
+    """Computes velocities. any_time: not bound to the times of built programs. dtype: of states and velocities."""
+
+    any_time: bool
+    dtype: torch.dtype
+
+    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> Prepared: ...
+
+
+@dataclass(frozen=True)
+class StagedEvaluator:
+    """The staged graphs run by engines.
+
+    tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes.
+    """
+
+    spec: RegionSpec
+    prepare_engine: tuple[EngineEntry, StageEngine]
+    step_engines: Sequence[tuple[EngineEntry, StageEngine]]
+    tables: Mapping[str, Mapping[str, torch.Tensor]]
+    any_time: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> StagedPrepared:
+        entry, engine = self.prepare_engine
+        table = self.tables[program.name]
+        values = {**inputs, **{name: stacked for name, stacked in table.items()}}
+        results = engine([values[i.name] for i in entry.inputs])
+        computed = dict(zip((o.name for o in entry.outputs), results, strict=True))
+        stacked = {o.name: computed.pop(o.name) for o in entry.outputs if o.shape[:1] == ("N",)}
+        step, step_engine = self._step_for(inputs)
+        return StagedPrepared(
+            self.spec, step, step_engine, {**inputs, **computed}, {**table, **stacked}, len(program.times)
+        )
+
+    def _step_for(self, inputs: Mapping[str, torch.Tensor]) -> tuple[EngineEntry, StageEngine]:
+        sizes = {
+            dim: inputs[item.name].shape[axis]
+            for item in self.spec.request
+            for axis, dim in enumerate(item.shape)
+            if isinstance(dim, str)
+        }
+        for entry, engine in self.step_engines:
+            if all(sizes[dim] == size for dim, size in entry.bucket.items()):
+                return entry, engine
+        raise EngineUnavailable(f"no step engine was built for sizes {sizes}")
+
+
+class StagedPrepared:
+    """Input lists of the step engine, one per evaluation, complete but for the state."""
+
+    def __init__(
+        self,
+        spec: RegionSpec,
+        step: EngineEntry,
+        engine: StageEngine,
+        values: Mapping[str, torch.Tensor],
+        rows: Mapping[str, torch.Tensor],
+        evaluations: int,
+    ) -> None:
+        self.spec, self.step, self.engine, self.values, self.rows = spec, step, engine, values, rows
+        self.evaluations = evaluations
+        self.state_at = next(i for i, v in enumerate(step.inputs) if v.name == spec.state.name)
+        self.calls = [[self._value(v, n) for v in step.inputs] for n in range(evaluations)]
+
+    def _value(self, wanted: TensorSpec, row: int) -> Any:
+        if wanted.name == self.spec.state.name:
+            return None
+        return self.rows[wanted.name][row] if wanted.name in self.rows else self.values[wanted.name]
+
+    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor:
+        call = self.calls[row]
+        call[self.state_at] = state
+        return self.engine(call)[0]
+
+    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: self.values[name] for name in self.spec.outputs[1:]}
+
+    def first_rows(self, rows: int) -> StagedPrepared:
+        """The same request with the conditional branch alone."""
+        values, stacked = dict(self.values), dict(self.rows)
+        for wanted in self.step.inputs:
+            if BATCH in wanted.shape and wanted.name in values:
+                values[wanted.name] = values[wanted.name].narrow(wanted.shape.index(BATCH), 0, rows).contiguous()
+            elif BATCH in wanted.shape and wanted.name in stacked:
+                axis = wanted.shape.index(BATCH) + 1
+                stacked[wanted.name] = stacked[wanted.name].narrow(axis, 0, rows).contiguous()
+        return StagedPrepared(self.spec, self.step, self.engine, values, stacked, self.evaluations)
+
+
+class Runtime:
+    """Samples with a built model. Safe to use from several threads: a call shares no state with another.
+
+    At most `concurrency` requests run at once; further ones wait their turn. Compute threads belong to the process
+    (torch.set_num_threads), so more concurrency gives fairness, not throughput.
+    """
+
+    def __init__(
+        self,
+        spec: RegionSpec,
+        evaluator: Evaluator,
+        programs: Mapping[str, Program],
+        buckets: Buckets,
+        *,
+        shapes: Literal["dynamic", "static"] = "dynamic",
+        overflow: Overflow = "error",
+        concurrency: int = 1,
+        name: str = "model",
+        manifest: Manifest | None = None,
+    ) -> None:
+        if overflow == "run" and shapes == "static":
+            raise OptionUnsupported(f"{name}: overflow='run' needs a dynamic engine; this artifact has static buckets")
+        self.spec, self.evaluator, self.programs = spec, evaluator, dict(programs)
+        self.buckets, self.shapes, self.overflow, self.name = buckets, shapes, overflow, name
+        self.manifest = manifest
+        self.overflowed = 0  # requests over the largest promised bucket that ran all the same
+        self._reader = RequestReader(spec, name)
+        self._turn = threading.BoundedSemaphore(concurrency)
+        self._count = threading.Lock()
+
+    def sample(
+        self,
+        *,
+        noise: torch.Tensor | None = None,
+        seed: int | Sequence[int] | None = None,
+        lengths: Sequence[int] | torch.Tensor | None = None,
+        program: str | int | None = None,
+        guidance: float | None = None,
+        **conditioning: Any,
+    ) -> torch.Tensor:
+        """One whole request -> the final state, shaped like the noise, zero beyond each row's length.
+
+        noise: the region's state, or seed with lengths: row b is drawn from its own generator, seeded seed + b (or
+        seed[b]), so the same seed gives the same bytes whatever else is in the batch. lengths: valid size of each
+        row; default all of the noise. program: a built one by name or by step count; default the first. guidance:
+        the scale; default the model's, 0 = none (half the work). conditioning: by name, see `voicehub-aot inspect`.
+        Raises InputMismatch, NoBucketFits or ProgramNotBuilt.
+        """
+        noise = self._noise(noise, seed, lengths)
+        arguments = {**conditioning, **self._lengths_argument(lengths)}
+        with self._turn:
+            *_, last = self.trajectory(noise=noise, program=program, guidance=guidance, **arguments)
+        return last
+
+    def trajectory(
+        self,
+        *,
+        noise: torch.Tensor,
+        program: str | int | None = None,
+        guidance: float | None = None,
+        **request: Any,
+    ) -> Iterator[torch.Tensor]:
+        """The state after each step, cropped like `sample`'s result. request: conditioning, lengths, extents.
+
+        Takes no turn: whoever iterates it decides when it runs.
+        """
+        chosen = self._program(program)
+        scale = self._scale(guidance)
+        laid_out = self._reader.read(noise, request, self._fit)
+        noise = laid_out.state.to(self.evaluator.dtype)
+        velocity = self._velocity(laid_out, chosen, scale, noise)
+        for state in steps(chosen, velocity, noise):
+            yield laid_out.crop(state)
+
+    def evaluate(
+        self,
+        state: torch.Tensor,
+        time: float | torch.Tensor,
+        *,
+        packed: bool = False,
+        flags: Mapping[str, bool] | None = None,
+        guidance: float | None = None,
+        **request: Any,
+    ) -> torch.Tensor:
+        """One denoiser evaluation -> velocity [B, ...] of the conditional branch.
+
+        time: one of a built program's; per row if [B]. packed: every guidance branch, packed [branches * B, ...].
+        guidance: combine the branches with this scale instead. flags: set branch flags by hand.
+        """
+        times = [float(t) for t in torch.as_tensor(time).reshape(-1)]
+        with self._turn:
+            laid_out = self._reader.read(state, request, self._fit)
+            if len(times) not in (1, laid_out.batch):
+                raise InputMismatch(f"{self.name}: time has {len(times)} values, wanted 1 or {laid_out.batch}")
+            branches = self._branches if packed or guidance is not None else 1
+            inputs = laid_out.packed(branches)
+            for name, value in (flags or {}).items() if not packed else ():
+                inputs[name] = torch.full_like(inputs[name], value)
+            whole = laid_out.state.repeat(branches, *(1,) * (laid_out.state.dim() - 1))
+            rows = times * (branches if len(times) > 1 else 1)
+            velocity = self._at_times(inputs, whole, rows, laid_out.batch)
+            if guidance is not None and self.spec.guidance is not None:
+                velocity = EQUATIONS[self.spec.guidance.equation](velocity, guidance)
+            blocks = velocity.split(laid_out.batch)
+            return torch.cat([laid_out.crop(block) for block in blocks])
+
+    def exposed(self, state: torch.Tensor, **request: Any) -> dict[str, torch.Tensor]:
+        """The region's request values (`spec.outputs[1:]`), packed over all branches, cropped to `state`'s sizes."""
+        program = next(iter(self.programs.values()))
+        with self._turn:
+            laid_out = self._reader.read(state, request, self._fit)
+            inputs = laid_out.packed(self._branches)
+            whole = laid_out.state.repeat(self._branches, *(1,) * (laid_out.state.dim() - 1))
+            values = self.evaluator.prepare(inputs, program, laid_out.batch).exposed(whole)
+            frames = laid_out.given[self.spec.main_dim]
+            return {name: value.narrow(1, 0, frames) for name, value in values.items()}
+
+    def stepper(self, state: torch.Tensor, program: str, row: int, **request: Any) -> Callable[[], torch.Tensor]:
+        """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
+        laid_out = self._reader.read(state, request, self._fit)
+        noise = laid_out.state.to(self.evaluator.dtype)
+        velocity = self._velocity(laid_out, self._program(program), self._scale(None), noise)
+        return lambda: velocity(row, noise, True)
+
+    def denoiser(self) -> Denoiser:
+        """An nn.Module with upstream's call signature, to stand in upstream's own loop."""
+        return Denoiser(self)
+
+    @property
+    def _branches(self) -> int:
+        return len(self.spec.guidance.branches) if self.spec.guidance else 1
+
+    def _velocity(self, request: Request, program: Program, scale: float, like: torch.Tensor) -> Velocity:
+        guidance = self.spec.guidance
+        if guidance is None or is_off(guidance, scale):
+            single = self.evaluator.prepare(request.packed(1), program, request.batch)
+            return lambda row, state, _: single.velocity(row, state)
+        prepared = self.evaluator.prepare(request.packed(self._branches), program, request.batch)
+        needs_single = any(isinstance(i, Evaluate) and not i.guided for i in program.instructions)
+        single = prepared.first_rows(request.batch) if needs_single else prepared
+        return guided(prepared.velocity, single.velocity, guidance, scale, like)
+
+    def _at_times(
+        self, inputs: Mapping[str, torch.Tensor], state: torch.Tensor, times: Sequence[float], batch: int
+    ) -> torch.Tensor:
+        """Velocity where rows may have different times: one evaluation per distinct time, its rows kept."""
+        result: torch.Tensor | None = None
+        for time in dict.fromkeys(times):
+            program, row = self._locate(time)
+            velocity = self.evaluator.prepare(inputs, program, batch).velocity(row, state)
+            if len(times) == 1 or result is None:
+                result = velocity
+            else:
+                rows = torch.tensor([t == time for t in times])
+                result[rows] = velocity[rows]
+        assert result is not None
+        return result
+
+    def _locate(self, time: float) -> tuple[Program, int]:
+        """The table row for a time."""
+        if self.evaluator.any_time:
+            return probe([time]), 0
+        best = min(
+            ((abs(t - time), program, row) for program in self.programs.values() for row, t in enumerate(program.times)),
+            key=lambda found: found[0],
+        )
+        if best[0] > TIME_TOLERANCE:
+            raise ProgramNotBuilt(
+                f"{self.name}: time {time!r} is no evaluation time of the built programs {list(self.programs)} "
+                f"(nearest {best[1].times[best[2]]!r}); rebuild with the step count and schedule of your loop"
+            )
+        return best[1], best[2]
+
+    def _program(self, wanted: str | int | None) -> Program:
+        if wanted is None:
+            return next(iter(self.programs.values()))
+        matching = [p for p in self.programs.values() if p.name == wanted or p.steps == wanted]
+        if len(matching) != 1:
+            raise ProgramNotBuilt(
+                f"{self.name}: program {wanted!r} is {'ambiguous' if matching else 'not built'}; "
+                f"built are {list(self.programs)}; choose one, or rebuild with --steps"
+            )
+        return matching[0]
+
+    def _scale(self, guidance: float | None) -> float:
+        if self.spec.guidance is None:
+            if guidance is not None:
+                raise InputMismatch(f"{self.name}: guidance={guidance!r}, but this model has no guidance; leave it out")
+            return 0.0
+        scale = self.spec.guidance.scale if guidance is None else float(guidance)
+        if not math.isfinite(scale):
+            raise InputMismatch(f"{self.name}: guidance={guidance!r}, wanted a finite number")
+        return scale
+
+    def _lengths_argument(self, lengths: Sequence[int] | torch.Tensor | None) -> dict[str, Any]:
+        name = self.spec.dim(self.spec.main_dim).length
+        return {name: lengths} if name and lengths is not None else {}
+
+    def _noise(
+        self, noise: torch.Tensor | None, seed: int | Sequence[int] | None, lengths: Sequence[int] | torch.Tensor | None
+    ) -> torch.Tensor:
+        if (noise is None) == (seed is None):
+            raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
+        if noise is not None:
+            return noise
+        if lengths is None:
+            raise InputMismatch(f"{self.name}: a seed needs lengths, one per row")
+        numbers = [int(n) for n in torch.as_tensor(lengths).reshape(-1)]
+        dim = self.spec.dim(self.spec.main_dim)
+        for number in numbers:
+            if not dim.min <= number <= dim.max:
+                raise InputMismatch(f"{self.name}: length {number}, wanted {dim.min} to {dim.max} {dim.name}")
+        seeds = [seed + row for row in range(len(numbers))] if isinstance(seed, int) else list(seed or ())
+        if len(seeds) != len(numbers):
+            raise InputMismatch(f"{self.name}: {len(seeds)} seeds for {len(numbers)} rows")
+        item, longest = self.spec.state, max(numbers, default=0)
+        axis = item.shape.index(dim.name)
+        shape = [longest if s == dim.name else s for s in item.shape[1:]]
+        drawn = torch.zeros([len(numbers), *shape])  # type: ignore[list-item]
+        for row, (own, number) in enumerate(zip(seeds, numbers, strict=True)):
+            generator = torch.Generator().manual_seed(own)
+            size = [number if s == dim.name else s for s in item.shape[1:]]
+            drawn[row].narrow(axis - 1, 0, number).copy_(torch.randn(size, generator=generator))  # type: ignore[arg-type]
+        return drawn
+
+    def _fit(self, given: Mapping[str, int]) -> dict[str, int]:
+        """Padded sizes: the bucket's for static engines, the request's own for a dynamic one. Checks the promise."""
+        sizes = {}
+        for axis in self.buckets.axes:
+            size = given[BATCH if axis == "batch" else axis]
+            largest = self.buckets.largest(axis)
+            if self.overflow == "run" and largest is not None and size > largest:
+                with self._count:
+                    self.overflowed += 1
+                log.info("%s: %s=%d runs beyond the largest promised bucket %d", self.name, axis, size, largest)
+                continue
+            bucket = self.buckets.pick(axis, size, self.name)
+            if self.shapes == "static" and axis != "batch":
+                sizes[axis] = bucket
+        for dim in self.spec.dims:
+            if not dim.min <= given[dim.name] <= dim.max:
+                raise NoBucketFits(f"{self.name}: {dim.name}={given[dim.name]}, wanted {dim.min} to {dim.max}")
+        return sizes
+
+
+def probe(times: Sequence[float], name: str = "probe") -> Program:
+    """A program that evaluates each time once, for single evaluations outside any schedule."""
+    instructions: list[Evaluate | Combine] = []
+    for row in range(len(times)):
+        instructions += [Evaluate(out="v", row=row), Combine(out="x", terms=(("v", 1.0),))]
+    grid = tuple(float(n) for n in range(len(times) + 1))
+    return Program(name=name, solver="probe", schedule=grid, times=tuple(times), instructions=tuple(instructions))
+
+
+def usable_threads() -> int:
+    """Processors this process may use: its affinity, capped by the cgroup's CPU quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            count = min(count, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    engine: str | None = None,
+    overflow: Overflow = "error",
+    concurrency: int = 1,
+) -> Runtime:
+    """Open an artifact built by `voicehub-aot build`.
+
+    threads: compute threads, process-wide; default what affinity and cgroup allow. engine: open only this one.
+    overflow: "run" lets a dynamic engine take lengths over the largest promised bucket, and counts them in
+    `Runtime.overflowed`. concurrency: requests that run at once. Needs no compiler and writes no file. Raises
+    ArtifactCorrupt, VersionUnsupported, TargetMismatch, EngineUnavailable or OptionUnsupported.
+    """
+    root = Path(path)
+    manifest = store.read_manifest(root)
+    where = str(path)
+    if device != "cpu":
+        raise OptionUnsupported(f"{where}: device {device!r}; this artifact was built for {manifest.target.name}")
+    check_target(manifest.target, where)
+    if manifest.versions["torch"].rsplit(".", 1)[0] != torch_minor():
+        raise VersionUnsupported(
+            f"{where}: built with torch {manifest.versions['torch']}, this is {torch.__version__}; "
+            "compiled code needs the same minor version: rebuild, or install that torch"
+        )
+    store.verify_files(root, manifest)
+    if threads is not None and threads < 1:
+        raise OptionUnsupported(f"{where}: threads={threads!r}, wanted 1 or more")
+    torch.set_num_threads(threads or usable_threads())
+    programs = store.read_programs(root, manifest)
+    tensors = store.map_tensors(root / store.WEIGHTS)
+    opened = [
+        (entry, _open(root, entry, manifest, tensors, concurrency))
+        for entry in manifest.engines
+        if engine is None or entry.engine == engine
+    ]
+    prepare = [o for o in opened if o[0].stage == "prepare"]
+    step = [o for o in opened if o[0].stage == "step"]
+    if not prepare or not step:
+        built = sorted({e.engine for e in manifest.engines})
+        raise EngineUnavailable(f"{where}: engine {engine!r} was not built; built are {', '.join(built)}")
+    tables = {name: _table(name, tensors) for name in programs}
+    evaluator = StagedEvaluator(manifest.region, prepare[0], step, tables)
+    return Runtime(
+        manifest.region,
+        evaluator,
+        programs,
+        manifest.buckets,
+        shapes=manifest.shapes,
+        overflow=overflow,
+        concurrency=concurrency,
+        name=manifest.model,
+        manifest=manifest,
+    )
+
+
+def _open(
+    root: Path, entry: EngineEntry, manifest: Manifest, tensors: Mapping[str, torch.Tensor], runners: int
+) -> StageEngine:
+    where = f"{root.name}: {entry.path}"
+    for name, spec in ((c.name, c) for c in entry.constants):
+        have = tensors.get(name)
+        if have is None or list(have.shape) != list(spec.shape) or have.dtype != DTYPES[spec.dtype]:
+            raise ArtifactCorrupt(f"{where}: weight {name!r} is missing or not {spec.dtype} {list(spec.shape)}")
+    return aoti.open_stage(root / entry.path, manifest.weights_mode, tensors, runners, where)
+
+
+def table_key(program: str, value: str) -> str:
+    """Name of a time table in the weight file."""
+    return f"table/{program}/{value}"
+
+
+def _table(program: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    prefix = table_key(program, "")
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
