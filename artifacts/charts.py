@@ -18,6 +18,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from voicehub_aot.artifacts.report import Row, Size, Timing, label
 
+MOST_BARS = 14
 SERIES = ("s0", "s1", "s2", "s3", "s4", "s5")
 PAINT = {name: f"#fed{index:03x}" for index, name in enumerate(("ink", "muted", "line", "accent", "bad", *SERIES))}
 STYLE: dict[Any, Any] = {  # matplotlib types the keys one by one
@@ -85,11 +86,11 @@ def errors(rows: Iterable[Row]) -> list[str]:
 
 def _errors(title: str, rows: list[Row], name: str) -> str:
     figure = _figure(5.4, 3.3)
-    axes = figure.add_subplot(title=title, xlabel="step", ylabel="relative L2 error")
+    axes = figure.add_subplot(title=title, xlabel="step, from 0", ylabel="max error")
     buckets = list(dict.fromkeys(label(row.bucket) for row in rows))
     for row in sorted(rows, key=lambda row: not row.passed):  # failures last: drawn on top
         bucket = label(row.bucket)
-        points = [(i, e) for i, e in enumerate(row.errors_by_step, 1) if 0 < e < float("inf")]
+        points = [(i, e) for i, e in enumerate(row.errors_by_step) if 0 < e < float("inf")]
         color = _series(buckets.index(bucket)) if row.passed else PAINT["bad"]
         if points:
             text = bucket if row.passed else f"{bucket} failed"
@@ -151,12 +152,15 @@ def latency(timings: Sequence[Timing]) -> str:
 
 @rc_context(STYLE)
 def sizes(parts: Sequence[Size]) -> str:
-    """Largest on top."""
+    """Largest on top; the smallest of many are one bar."""
     ordered = sorted(parts, key=lambda part: part.bytes)
-    figure = _figure(9.4, 0.6 + 0.3 * len(ordered))
+    rest, shown = ordered[:-MOST_BARS], ordered[-MOST_BARS:]
+    if rest:
+        shown = [Size(name=f"{len(rest)} smaller ones", bytes=sum(part.bytes for part in rest)), *shown]
+    figure = _figure(9.4, 0.6 + 0.3 * len(shown))
     axes = figure.add_subplot()
-    bars = axes.barh([part.name for part in ordered], [part.bytes for part in ordered], height=0.6)
-    _finish_bars(axes, bars, [_bytes(part.bytes) for part in ordered])
+    bars = axes.barh([part.name for part in shown], [part.bytes for part in shown], height=0.6)
+    _finish_bars(axes, bars, [_bytes(part.bytes) for part in shown])
     return _svg(figure, "sizes", "size of the artifact's parts")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def depthwise(
@@ -13,16 +14,18 @@ def depthwise(
     out[b, n] = bias + sum over j of weight[:, 0, j] * x[b, clamp(n + (j - k // 2) * dilation, 0, extent_b - 1)]
 
     With extent = T it is `conv1d` behind replicate padding. With extent = the row's length, frames before it see what
-    they would see if the row were alone. Written as k gathers of whole rows of D, so that Inductor fuses them into one
-    loop, vectorised over D, with neither the padded copy nor the transposes that `conv1d` needs.
+    they would see if the row were alone. Written as k gathers of whole frames, which Inductor fuses into one loop,
+    vectorised over D, with neither the padded copy nor the transposes that `conv1d` needs.
     """
-    B, T, _ = x.shape
-    rows = torch.arange(B, device=x.device)[:, None]
+    B, T, D = x.shape
+    rows = torch.arange(B, device=x.device)[:, None] * T
     frames = torch.arange(T, device=x.device)[None, :]
     last = extent[:, None] - 1
+    flat = x.reshape(B * T, D)  # one index a frame: in eager mode twice as fast as x[rows, frames], and one ONNX Gather
     taps = torch.stack(weight.squeeze(1).unbind(-1))  # [k, D]; a transposed view would be read with stride k
-    out = bias
+    out = bias.expand(B, T, D)
     for j in range(taps.shape[0]):
         offset = (j - taps.shape[0] // 2) * dilation
-        out = out + taps[j] * x[rows, torch.minimum((frames + offset).clamp(min=0), last)]
+        source = rows + torch.minimum((frames + offset).clamp(min=0), last)
+        out = torch.addcmul(out, taps[j], F.embedding(source, flat))
     return out

@@ -139,4 +139,5 @@ class _Denoiser(nn.Module):
             return self.sampler.evaluate(state, time[0], packed=packed, flags=chosen, **request)
         assert steps is not None
         advanced = state + self.sampler.guided(state, time[0], None, **request) / steps.reshape(-1, 1, 1)
-        return advanced if real is None else advanced * real
+        masked: torch.Tensor = advanced if real is None else advanced * real
+        return masked

@@ -268,16 +268,17 @@ def exported(tiny: Region) -> tuple[Region, torch.nn.Module]:
 
 
 def test_config_from_refuses_what_it_does_not_know_or_cannot_be() -> None:
-    values = dict(golden("region_tiny_cfg").config)
+    values: dict[str, Any] = dict(golden("region_tiny_cfg").config)
     assert supertonic.config_from(values) == supertonic.CONFIGS["tiny"]
     assert supertonic.config_from(golden("region_tiny").config) == supertonic.CONFIGS["tiny-v2"]
-    for wrong, said in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"hiden": 3}, "hiden"),
         ({"latent_channels": 13}, "13"),
         ({"guidance_uncond": 2.0}, "must be 1"),
         ({"text_n_heads": 0}, "text_n_heads"),
         ({"ksz": 4}, "odd"),
-    ]:
+    ]
+    for wrong, said in cases:
         with pytest.raises(UsageError, match=said):
             supertonic.config_from({**values, **wrong})
 

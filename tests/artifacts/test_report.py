@@ -391,6 +391,23 @@ def test_html_shows_every_row():
     assert "22 more, all passed" in page
 
 
+def test_html_gathers_the_smallest_of_many_files():
+    sizes = [Size(name=f"file{n}", bytes=n * 1024) for n in range(1, 21)]
+
+    page = html(make_report(make_row(), sizes=sizes))
+
+    assert "6 smaller ones" in page
+    assert "21 KiB" in page  # 1 + 2 + … + 6
+    assert "file7" in page
+    assert "file6" not in page
+
+
+def test_html_does_not_call_outputs_identical_that_must_differ():
+    row = make_row(check="sensitivity", distance=0.5, budget=0.1, max_abs=0.0, rel_l2=0.0, snr_db=None)
+
+    assert "identical" not in html(make_report(row))
+
+
 def test_html_is_the_same_every_time(page):
     assert html(full_report()) == page
 
