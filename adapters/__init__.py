@@ -87,8 +87,8 @@ class Adapter(Protocol):
     ) -> Program:
         """The model's sampling loop. None = the released default; OptionUnsupported for what it does not know."""
 
-    def case_program(self, case: Case) -> Program | None:
-        """The program a recorded sampler case ran; None for a case of one evaluation."""
+    def case_program(self, case: Case) -> Program:
+        """The program a recorded sampler case ran; for a case of single evaluations, `probe` of their times."""
 
     def replay(self, case: Case, sampler: Sampler) -> dict[str, torch.Tensor]:
         """Every output of a recorded case (kinds region and sampler), computed by `sampler`."""
@@ -118,5 +118,5 @@ def load(name: str) -> Adapter:
                 break
         else:
             raise UnknownModel(f"model {name!r} is not known; known are {', '.join(names())}")
-    adapter: Adapter = importlib.import_module(_modules()[key])  # type: ignore[assignment]
+    adapter: Adapter = importlib.import_module(_modules()[key])
     return adapter

@@ -39,7 +39,7 @@ from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownMo
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
 from voicehub_aot.kernels.attention import attention, key_bias
 from voicehub_aot.kernels.depthwise import depthwise
-from voicehub_aot.program import Program, euler
+from voicehub_aot.program import Program, euler, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
 
@@ -530,8 +530,11 @@ def program(steps: int, *, solver: str | None = None, grid: str | None = None, s
     return euler(Schedule(times=tuple(i / steps for i in range(steps + 1))))
 
 
-def case_program(case: Case) -> Program | None:
-    return program(int(case.scalars["total_step"])) if case.kind == "sampler" else None
+def case_program(case: Case) -> Program:
+    if case.kind == "sampler":
+        return program(int(case.scalars["total_step"]))
+    times = case.inputs["current_step"] / case.inputs["total_step"]
+    return probe(sorted(set(times.reshape(-1).tolist())))
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:

@@ -304,3 +304,14 @@ def html(report: ParityReport) -> str:
         latency_chart=charts.latency(report.timings) if report.timings else "",
         size_chart=charts.sizes(report.sizes) if report.sizes else "",
     )
+
+
+def summary(report: ParityReport) -> list[tuple[str, int, int, str]]:
+    """Per check: (check, rows, failed, largest share of a budget used)."""
+    kinds = dict.fromkeys(row.check for row in report.rows)
+    result: list[tuple[str, int, int, str]] = []
+    for kind in kinds:
+        rows = [row for row in report.rows if row.check == kind]
+        failed = sum(not row.passed for row in rows)
+        result.append((kind, len(rows), failed, f"{max(row.used for row in rows):.1%}"))
+    return result

@@ -34,13 +34,22 @@ LAYERS = {
     "sampler": {"program", "guidance", "kernels", "errors"},
     "artifacts": {"program", "bucket", "region", "target", "errors"},
 }
-LAYERS["runtime"] = {"artifacts", "engines", "sampler", "denoiser", "request", "bucket", "region", "program"}
+LAYERS["staged"] = {"artifacts", "engines", "region", "program", "errors"}
+LAYERS["runtime"] = {"artifacts", "engines", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
 LAYERS["runtime"] |= {"guidance", "target", "errors"}
 LAYERS["__init__"] = {"runtime", "errors"}
 LAYERS["parity"] = {"runtime", "sampler", "artifacts", "bucket", "region", "program", "guidance", "errors"}
-LAYERS["build"] = set(LAYERS)
-LAYERS["models"] = set(LAYERS)
-LAYERS["replay"] = set(LAYERS)
+LAYERS["verify"] = {"parity", "runtime", "artifacts", "errors"}
+LAYERS["compilation"] = {"export", "stage", "engines", "runtime", "artifacts", "bucket", "program", "region", "target"}
+LAYERS["compilation"] |= {"errors"}
+LAYERS["build"] = LAYERS["compilation"] | {"compilation", "parity", "verify", "__init__"}
+LAYERS["models"] = {"adapters", "artifacts", "build", "compilation", "checkpoint", "golden", "synthetic", "errors"}
+LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
+LAYERS["reweight"] = LAYERS["build"] | {"build", "models"}
+LAYERS["settings"] = LAYERS["build"] | {"adapters", "build"}
+LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
+LAYERS["console"] = {"compilation", "errors"}
+LAYERS["inspection"] = {"console", "compilation", "artifacts", "runtime", "target"}
 LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 

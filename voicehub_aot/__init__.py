@@ -1,7 +1,7 @@
 """Ahead-of-time compiler for text-to-speech denoisers.
 
-    runtime = voicehub_aot.load("supertonic.aot")
-    latent = runtime.sample(seed=0, lengths=[96], text_emb=…, style_ttl=…)
+runtime = voicehub_aot.load("supertonic.aot")
+latent = runtime.sample(seed=0, lengths=[96], text_emb=…, style_ttl=…)
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Denoiser(nn.Module):
         spec = self.runtime.spec
         given = bind(spec.call, args, kwargs)
         state = given.tensor[spec.state.name]
-        request = {n: t for n, t in given.tensor.items() if n != spec.state.name}
+        request: dict[str, Any] = {n: t for n, t in given.tensor.items() if n != spec.state.name}
         request.update(_reach(spec, given, state))
         if spec.call.returns == "velocity":
             flags = {n: v for n, v in given.flags.items() if v}

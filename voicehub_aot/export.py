@@ -6,6 +6,7 @@ module, under the names the region's module gives them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,8 @@ import torch
 from torch import fx, nn
 
 from voicehub_aot.errors import ExportFailed
-from voicehub_aot.region import Region, RegionSpec
+from voicehub_aot.region import BATCH, Region, RegionSpec
 
-BATCH = "B"
 MAX_ROWS = 256  # rows of one call: requests x guidance branches
 
 # Any size greater than 1 will do; primes that no model uses keep torch.export from seeing equalities by chance.
@@ -75,7 +75,7 @@ def export_region(region: Region) -> tuple[fx.GraphModule, dict[str, str]]:
     inputs = example_inputs(spec, example_sizes(spec))
     dynamic = {i.name: {p: dims[s] for p, s in enumerate(i.shape) if isinstance(s, str)} for i in spec.inputs}
     program = export_program(region.module, inputs, dynamic, where=f"region {spec.name}")
-    graph: fx.GraphModule = program.module(check_guards=False)  # type: ignore[assignment]
+    graph = program.module(check_guards=False)
     symbols = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         for size, name in zip(node.meta["val"].shape, spec.input(node.target).shape, strict=True):
@@ -98,14 +98,16 @@ def export_program(
     if not isinstance(inputs, Mapping) and not isinstance(module, fx.GraphModule):
         shapes = (shapes,)  # forward(*values): torch.export wants the tuple as one argument
     try:
-        with torch.no_grad():
-            exported = torch.export.export(
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own: copying its LeafSpec warns
+            exported: torch.export.ExportedProgram = torch.export.export(
                 module,
                 () if isinstance(inputs, Mapping) else tuple(inputs),
                 dict(inputs) if isinstance(inputs, Mapping) else None,
                 dynamic_shapes=shapes,
                 strict=False,
             )
-            return exported.run_decompositions({})
+            decomposed: torch.export.ExportedProgram = exported.run_decompositions({})
+            return decomposed
     except Exception as error:  # torch.export raises a dozen unrelated types
         raise ExportFailed(f"{where}: torch.export failed ({type(error).__name__}): {error}") from error

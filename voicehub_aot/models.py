@@ -11,8 +11,9 @@ import torch
 
 from voicehub_aot import adapters
 from voicehub_aot.artifacts.manifest import Checkpoint
-from voicehub_aot.build import Model, config_values, weights_digest
+from voicehub_aot.build import Model, config_values
 from voicehub_aot.checkpoint import locate
+from voicehub_aot.compilation import weights_digest
 from voicehub_aot.errors import UnknownModel, UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.synthetic import synthetic_weights
@@ -20,14 +21,15 @@ from voicehub_aot.synthetic import synthetic_weights
 SYNTHETIC = "synthetic"
 
 
-def resolve(model: str, config: str | None, weights: str) -> Model:
+def resolve(model: str, config: str | None, weights: str, values: Mapping[str, Any] | None = None) -> Model:
     """weights: "synthetic", a local path, or hf:owner/name[@revision][:file].
 
-    config: a released name (default the adapter's, or what the checkpoint says), or a .json file of
-    hyperparameters in upstream's names. Raises UnknownModel, UsageError or CheckpointMismatch.
+    config: a released name (default the adapter's, or what the checkpoint says), or a .json file of hyperparameters
+    in upstream's names. values: such hyperparameters, already read. Raises UnknownModel, UsageError or
+    CheckpointMismatch.
     """
     adapter = adapters.load(model)
-    named = _named_config(adapter, config)
+    named = _named_config(adapter, config) if values is None else adapter.config_from(values)
     if weights == SYNTHETIC:
         chosen = named if named is not None else adapter.CONFIGS[adapter.DEFAULT_CONFIG]
         state = synthetic_weights(adapter.checkpoint_shapes(chosen)) | adapter.formula_weights(chosen)

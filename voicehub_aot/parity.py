@@ -17,6 +17,7 @@ relative distance stands in, and the row says so.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,14 +33,13 @@ from safetensors.torch import load_file, save_file
 from voicehub_aot.artifacts.report import Row, measure
 from voicehub_aot.errors import ArtifactCorrupt, StageFailed
 from voicehub_aot.program import Program
-from voicehub_aot.region import RegionSpec
+from voicehub_aot.region import BATCH, RegionSpec
 from voicehub_aot.runtime import Runtime
 
 FLOOR = 1e-6  # of the largest value of the reference: about eight float32 roundings
 SANE = 1e-2  # of the largest value: float32 eager further than this from float64 is no reference
 LEAST_CHANGE = 1e-4  # relative change that another input must cause
 STEP_SAMPLES = 4096  # state elements kept per step to name the first bad one
-BATCH = "B"
 
 
 class Case(BaseModel):
@@ -103,7 +103,7 @@ def draw(spec: RegionSpec, case: Case, seed: int) -> dict[str, Any]:
                 beyond = tensor[row].narrow(axis - 1, length, shape[axis] - length)
                 beyond.fill_(float("nan") if tensor.is_floating_point() else int(item.pad))
         request[item.name] = tensor
-    return request | {spec.dim(dim).length: values for dim, values in lengths.items()}
+    return request | {str(spec.dim(dim).length): values for dim, values in lengths.items()}
 
 
 def run(runtime: Runtime, case: Case, request: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -140,8 +140,7 @@ def plan(
     first = next(iter(programs.values()))
     for number, bucket in enumerate(buckets):
         size = bucket.get(dim.name, min(dim.max, 64))
-        sizes = {d.name: bucket.get(d.name, min(d.max, 24)) for d in spec.dims} | {dim.name: size}
-        label = "-".join(f"{k}{v}" for k, v in bucket.items()) or "any"
+        sizes = {d.name: bucket.get(d.name, min(d.max, 24)) for d in spec.dims}
 
         def case(
             check: str,
@@ -149,15 +148,21 @@ def plan(
             row: int | None,
             lengths: tuple[int, ...],
             guided: bool = guidance,
-            *,
             bucket: dict[str, int] = bucket,
             sizes: dict[str, int] = sizes,
-            label: str = label,
+            seed: int = number,
         ) -> Case:
-            at = "all" if row is None else f"row{row}"
-            mode = "guided" if guided else "single"
             return Case(
-                name=f"{check}/{label}/{program.name}/{at}/{'x'.join(map(str, lengths))}/{mode}",
+                name="/".join(
+                    [
+                        check,
+                        "-".join(f"{k}{v}" for k, v in bucket.items()) or "any",
+                        program.name,
+                        "all" if row is None else f"row{row}",
+                        "x".join(map(str, lengths)),
+                        "guided" if guided else "single",
+                    ]
+                ),
                 check=check,
                 bucket=bucket,
                 sizes={**sizes, BATCH: len(lengths), dim.name: max(lengths)},
@@ -165,14 +170,15 @@ def plan(
                 program=program.name,
                 row=row,
                 guided=guided,
-                seed=sum(lengths) + 7 * number,
+                seed=sum(lengths) + 7 * seed,
                 budget=0.0,
             )
 
         middle = len(first.times) // 2
         for row in sorted({0, middle, len(first.times) - 1}):
             yield case("evaluation", first, row, (size,))
-        yield case("evaluation", first, middle, (max(dim.min, (2 * size) // 3),))
+        if size > dim.min:
+            yield case("evaluation", first, middle, (max(dim.min, (2 * size) // 3),))
         if guidance:
             yield case("evaluation", first, middle, (size,), guided=False)
         if dim.length and size > dim.min and max_batch > 1:
@@ -284,7 +290,7 @@ def _judge(case: Case, got: list[torch.Tensor], recording: Recording, program: P
         first_bad_step=first_bad,
         distance=distance,
         budget=case.budget,
-        passed=distance <= case.budget,
+        passed=distance <= case.budget and math.isfinite(max_abs),
         note=case.note,
         errors_by_step=errors,
     )
@@ -359,7 +365,9 @@ def load_recording(folder: Path) -> Recording:
         cases = tuple(Case.model_validate(c) for c in json.loads((folder / RECORDING_CASES).read_text()))
         return Recording(cases, load_file(folder / RECORDING_TENSORS))
     except (OSError, ValueError, SafetensorError) as error:
-        raise ArtifactCorrupt(f"{folder}: the parity recording is unreadable ({error}); rebuild the artifact") from error
+        raise ArtifactCorrupt(
+            f"{folder}: the parity recording is unreadable ({error}); rebuild the artifact"
+        ) from error
 
 
 def time_steps(runtime: Runtime, eager: Runtime, recording: Recording, seconds: float = 4.0) -> list[StepTime]:

@@ -10,6 +10,7 @@ Every deterministic solver here is linear in the state and the velocities, so th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -113,6 +114,15 @@ def midpoint(schedule: Schedule) -> Program:
         times=tuple(times),
         instructions=tuple(instructions),
     )
+
+
+def probe(times: Sequence[float], name: str = "probe") -> Program:
+    """A program that evaluates each time once, for single evaluations outside any schedule."""
+    instructions: list[Evaluate | Combine] = []
+    for row in range(len(times)):
+        instructions += [Evaluate(out="v", row=row), Combine(out=STATE, terms=(("v", 1.0),))]
+    grid = tuple(float(n) for n in range(len(times) + 1))
+    return Program(name=name, solver="probe", schedule=grid, times=tuple(times), instructions=tuple(instructions))
 
 
 SOLVERS = {"euler": euler, "midpoint": midpoint}

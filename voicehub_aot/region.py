@@ -20,6 +20,7 @@ from torch import nn
 from voicehub_aot.errors import InternalError
 from voicehub_aot.guidance import Guidance
 
+BATCH = "B"
 DTYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
 
 

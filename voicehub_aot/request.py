@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from voicehub_aot.errors import InputMismatch
-from voicehub_aot.region import Input, RegionSpec
-
-BATCH = "B"
+from voicehub_aot.region import BATCH, Input, RegionSpec
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,9 @@ class RequestReader:
                 reach = self._integers(dim.extent, arguments.get(dim.extent), lengths, dim.min, size, dim.name)
                 short = [(n, e) for n, e in zip(lengths, reach, strict=True) if e < n]
                 if short:
-                    raise InputMismatch(f"{self.where}: {dim.extent} {short[0][1]} is less than the length {short[0][0]}")
+                    raise InputMismatch(
+                        f"{self.where}: {dim.extent} {short[0][1]} is less than the length {short[0][0]}"
+                    )
                 values[dim.extent] = reach
             extents[dim.name] = tuple(reach)
         return values, extents
@@ -162,8 +162,9 @@ class RequestReader:
             if value.dtype.is_floating_point or value.dtype == torch.bool or value.dim() > 1:
                 raise InputMismatch(f"{self.where}: {name} is {value.dtype} {list(value.shape)}, wanted integers [B]")
             value = value.reshape(-1).tolist()
-        numbers = [value] if isinstance(value, int) else list(value) if isinstance(value, Sequence) else [None]
-        if len(numbers) != len(default) or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        entries = list(value) if isinstance(value, Sequence) else [value]
+        numbers = [n for n in entries if isinstance(n, int) and not isinstance(n, bool)]
+        if len(numbers) != len(default) or len(entries) != len(default):
             raise InputMismatch(f"{self.where}: {name}={value!r}, wanted {len(default)} integers, one per row")
         bad = [n for n in numbers if not low <= n <= high]
         if bad:

@@ -11,14 +11,13 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from voicehub_aot.artifacts import store
-from voicehub_aot.artifacts.manifest import EngineEntry, Manifest, TensorSpec
+from voicehub_aot.artifacts.manifest import EngineEntry, Manifest
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.denoiser import Denoiser
 from voicehub_aot.engines import StageEngine, aoti
@@ -32,116 +31,17 @@ from voicehub_aot.errors import (
     VersionUnsupported,
 )
 from voicehub_aot.guidance import EQUATIONS, is_off
-from voicehub_aot.program import Combine, Evaluate, Program
-from voicehub_aot.region import DTYPES, RegionSpec
-from voicehub_aot.request import BATCH, Request, RequestReader
+from voicehub_aot.program import Evaluate, Program, probe
+from voicehub_aot.region import BATCH, DTYPES, RegionSpec
+from voicehub_aot.request import Request, RequestReader
 from voicehub_aot.sampler import Velocity, guided, steps
+from voicehub_aot.staged import Evaluator, StagedEvaluator
 from voicehub_aot.target import check_target, torch_minor
 
 log = logging.getLogger(__name__)
 
 TIME_TOLERANCE = 1e-6  # a time this close to a table row's is that row's: grids are float32
 Overflow = Literal["error", "run"]
-
-
-class Prepared(Protocol):
-    """One request's values, computed once."""
-
-    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor: ...
-
-    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]: ...
-
-    def first_rows(self, rows: int) -> Prepared: ...
-
-
-class Evaluator(Protocol):
-    """Computes velocities. any_time: not bound to the times of built programs. dtype: of states and velocities."""
-
-    any_time: bool
-    dtype: torch.dtype
-
-    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> Prepared: ...
-
-
-@dataclass(frozen=True)
-class StagedEvaluator:
-    """The staged graphs run by engines.
-
-    tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes.
-    """
-
-    spec: RegionSpec
-    prepare_engine: tuple[EngineEntry, StageEngine]
-    step_engines: Sequence[tuple[EngineEntry, StageEngine]]
-    tables: Mapping[str, Mapping[str, torch.Tensor]]
-    any_time: bool = False
-    dtype: torch.dtype = torch.float32
-
-    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> StagedPrepared:
-        entry, engine = self.prepare_engine
-        table = self.tables[program.name]
-        values = {**inputs, **{name: stacked for name, stacked in table.items()}}
-        results = engine([values[i.name] for i in entry.inputs])
-        computed = dict(zip((o.name for o in entry.outputs), results, strict=True))
-        stacked = {o.name: computed.pop(o.name) for o in entry.outputs if o.shape[:1] == ("N",)}
-        step, step_engine = self._step_for(inputs)
-        return StagedPrepared(
-            self.spec, step, step_engine, {**inputs, **computed}, {**table, **stacked}, len(program.times)
-        )
-
-    def _step_for(self, inputs: Mapping[str, torch.Tensor]) -> tuple[EngineEntry, StageEngine]:
-        sizes = {
-            dim: inputs[item.name].shape[axis]
-            for item in self.spec.request
-            for axis, dim in enumerate(item.shape)
-            if isinstance(dim, str)
-        }
-        for entry, engine in self.step_engines:
-            if all(sizes[dim] == size for dim, size in entry.bucket.items()):
-                return entry, engine
-        raise EngineUnavailable(f"no step engine was built for sizes {sizes}")
-
-
-class StagedPrepared:
-    """Input lists of the step engine, one per evaluation, complete but for the state."""
-
-    def __init__(
-        self,
-        spec: RegionSpec,
-        step: EngineEntry,
-        engine: StageEngine,
-        values: Mapping[str, torch.Tensor],
-        rows: Mapping[str, torch.Tensor],
-        evaluations: int,
-    ) -> None:
-        self.spec, self.step, self.engine, self.values, self.rows = spec, step, engine, values, rows
-        self.evaluations = evaluations
-        self.state_at = next(i for i, v in enumerate(step.inputs) if v.name == spec.state.name)
-        self.calls = [[self._value(v, n) for v in step.inputs] for n in range(evaluations)]
-
-    def _value(self, wanted: TensorSpec, row: int) -> Any:
-        if wanted.name == self.spec.state.name:
-            return None
-        return self.rows[wanted.name][row] if wanted.name in self.rows else self.values[wanted.name]
-
-    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor:
-        call = self.calls[row]
-        call[self.state_at] = state
-        return self.engine(call)[0]
-
-    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: self.values[name] for name in self.spec.outputs[1:]}
-
-    def first_rows(self, rows: int) -> StagedPrepared:
-        """The same request with the conditional branch alone."""
-        values, stacked = dict(self.values), dict(self.rows)
-        for wanted in self.step.inputs:
-            if BATCH in wanted.shape and wanted.name in values:
-                values[wanted.name] = values[wanted.name].narrow(wanted.shape.index(BATCH), 0, rows).contiguous()
-            elif BATCH in wanted.shape and wanted.name in stacked:
-                axis = wanted.shape.index(BATCH) + 1
-                stacked[wanted.name] = stacked[wanted.name].narrow(axis, 0, rows).contiguous()
-        return StagedPrepared(self.spec, self.step, self.engine, values, stacked, self.evaluations)
 
 
 class Runtime:
@@ -247,7 +147,7 @@ class Runtime:
             velocity = self._at_times(inputs, whole, rows, laid_out.batch)
             if guidance is not None and self.spec.guidance is not None:
                 velocity = EQUATIONS[self.spec.guidance.equation](velocity, guidance)
-            blocks = velocity.split(laid_out.batch)
+            blocks = torch.split(velocity, laid_out.batch)
             return torch.cat([laid_out.crop(block) for block in blocks])
 
     def exposed(self, state: torch.Tensor, **request: Any) -> dict[str, torch.Tensor]:
@@ -307,7 +207,11 @@ class Runtime:
         if self.evaluator.any_time:
             return probe([time]), 0
         best = min(
-            ((abs(t - time), program, row) for program in self.programs.values() for row, t in enumerate(program.times)),
+            (
+                (abs(t - time), program, row)
+                for program in self.programs.values()
+                for row, t in enumerate(program.times)
+            ),
             key=lambda found: found[0],
         )
         if best[0] > TIME_TOLERANCE:
@@ -320,7 +224,7 @@ class Runtime:
     def _program(self, wanted: str | int | None) -> Program:
         if wanted is None:
             return next(iter(self.programs.values()))
-        matching = [p for p in self.programs.values() if p.name == wanted or p.steps == wanted]
+        matching = [p for p in self.programs.values() if wanted in (p.name, p.steps)]
         if len(matching) != 1:
             raise ProgramNotBuilt(
                 f"{self.name}: program {wanted!r} is {'ambiguous' if matching else 'not built'}; "
@@ -387,15 +291,6 @@ class Runtime:
             if not dim.min <= given[dim.name] <= dim.max:
                 raise NoBucketFits(f"{self.name}: {dim.name}={given[dim.name]}, wanted {dim.min} to {dim.max}")
         return sizes
-
-
-def probe(times: Sequence[float], name: str = "probe") -> Program:
-    """A program that evaluates each time once, for single evaluations outside any schedule."""
-    instructions: list[Evaluate | Combine] = []
-    for row in range(len(times)):
-        instructions += [Evaluate(out="v", row=row), Combine(out="x", terms=(("v", 1.0),))]
-    grid = tuple(float(n) for n in range(len(times) + 1))
-    return Program(name=name, solver="probe", schedule=grid, times=tuple(times), instructions=tuple(instructions))
 
 
 def usable_threads() -> int:

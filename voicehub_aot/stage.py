@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from voicehub_aot.errors import StageFailed
 from voicehub_aot.export import Value, example_inputs, example_sizes
-from voicehub_aot.region import Binding, RegionSpec
+from voicehub_aot.region import BATCH, Binding, RegionSpec
 
 aten = torch.ops.aten
 
@@ -240,7 +240,7 @@ class _Sizes:
 
     def __init__(self, graph: fx.Graph, inputs: list[fx.Node], stage: str) -> None:
         self.graph, self.stage = graph, stage
-        self.where = {}
+        self.where: dict[Any, tuple[fx.Node, int]] = {}
         for node in inputs:
             for position, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, torch.SymInt):
@@ -382,8 +382,8 @@ class _PrepareRows(nn.Module):
         self.prepare_outputs = tuple(o.name for o in prepare.outputs)
         produced = set(self.prepare_outputs)
         requests = [v for v in rows.inputs if v.name not in produced]
-        self.tables = tuple(v for v in requests if "B" not in v.shape)
-        self.raw = tuple(v for v in requests if "B" in v.shape)
+        self.tables = tuple(v for v in requests if BATCH not in v.shape)
+        self.raw = tuple(v for v in requests if BATCH in v.shape)
         self.names = tuple(dict.fromkeys(v.name for v in (*prepare.inputs, *self.raw, *self.tables)))
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:

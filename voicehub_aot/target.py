@@ -69,7 +69,9 @@ def parse_target(text: str) -> Target:
         raise OptionUnsupported(f"--target {text!r} needs an x86-64 machine, this is {platform.machine()}")
     missing = missing_features(target.features)
     if missing:
-        raise OptionUnsupported(f"--target {text!r}: this processor lacks {', '.join(missing)}, so parity cannot be run")
+        raise OptionUnsupported(
+            f"--target {text!r}: this processor lacks {', '.join(missing)}, so parity cannot be run"
+        )
     return target
 
 

@@ -13,13 +13,12 @@ torch's private names are used here and nowhere else. Facts about them, torch 2.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -66,7 +65,7 @@ def compile_stage(
 
     try:
         with torch.no_grad(), _quiet_compiler():
-            files = aot_compile(module, tuple(inputs), options=options(weights, target))
+            files = cast(list[Any], aot_compile(module, tuple(inputs), options=options(weights, target)))
     except Exception as error:  # Inductor raises its own, the compiler's and plain runtime errors
         raise CompileFailed(f"{where}: AOTInductor failed ({type(error).__name__}): {error}") from error
     library = _only(files, ".wrapper.so", where)
@@ -163,6 +162,6 @@ def release_mapped_weights(library: Path) -> None:
         if match is None or match[4] != wanted:
             continue
         start, end, offset = (int(match[i], 16) for i in (1, 2, 3))
-        if offset % 16384 == 0 and offset + (end - start) >= os.path.getsize(library):
+        if offset % 16384 == 0 and offset + (end - start) >= library.stat().st_size:
             libc = ctypes.CDLL(None, use_errno=True)
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)

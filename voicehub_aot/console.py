@@ -1,0 +1,131 @@
+"""What the command line shows: progress and logs on stderr, results on stdout, errors with their exit code.
+
+A terminal gets live lines, a CI log gets plain ones. With --json, stdout holds one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from voicehub_aot.compilation import Progress
+from voicehub_aot.errors import AotError, InternalError
+
+INTERRUPTED = 130
+
+
+@cache
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+@cache
+def stdout() -> Console:
+    return Console(highlight=False)
+
+
+class ConsoleProgress(Progress):
+    """A build's progress: one line a stage and an engine; on a terminal a status line with the current case."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._status = stderr().status("starting") if stderr().is_terminal else None
+        if self._status:
+            self._status.start()
+
+    def _line(self, text: str) -> None:
+        stderr().print(f"[dim]{time.perf_counter() - self._start:7.1f} s[/]  {text}")
+
+    def stage(self, text: str) -> None:
+        self._line(text)
+        self._update(text)
+
+    def engine(self, name: str, state: str, seconds: float = 0.0) -> None:
+        took = f" in {seconds:.1f} s" if seconds else ""
+        self._line(f"  engine [bold]{name}[/]: {state}{took}")
+        self._update(f"engine {name}: {state}")
+
+    def case(self, name: str) -> None:
+        self._update(name)
+
+    def _update(self, text: str) -> None:
+        if self._status:
+            self._status.update(text)
+
+    def close(self) -> None:
+        if self._status:
+            self._status.stop()
+
+
+def show_json(value: Any) -> None:
+    """One document on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False, default=str) + "\n")
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Numbers right, names left."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    rows = [[str(cell) for cell in row] for row in rows]
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    stdout().print(table)
+
+
+def say(text: str) -> None:
+    """A remark beside the result."""
+    stderr().print(text)
+
+
+def set_up_logging(verbose: bool) -> None:
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, stream=sys.stderr, format="%(message)s")
+
+
+def run(command: Callable[[], Any]) -> int:
+    """Run a click command and return the documented exit code; errors become one line on stderr()."""
+    try:
+        result = command()
+    except BaseException as error:
+        if os.environ.get("VOICEHUB_AOT_DEBUG"):
+            traceback.print_exc()
+        return _failed(error)
+    return result if isinstance(result, int) else 0
+
+
+def _failed(error: BaseException) -> int:
+    match error:
+        case click.exceptions.Exit():
+            return int(error.exit_code)
+        case KeyboardInterrupt() | click.exceptions.Abort():
+            stderr().print("interrupted")
+            return INTERRUPTED
+        case click.ClickException():
+            _report("UsageError", error.format_message())
+            return 2
+        case AotError() | InternalError():
+            _report(type(error).__name__, str(error))
+            return error.exit_code
+        case BrokenPipeError():  # the reader of our output went away: head, say
+            return 0
+    _report("InternalError", f"{type(error).__name__}: {error}; this is our bug, please report it")
+    stderr().print("VOICEHUB_AOT_DEBUG=1 prints the traceback")
+    return InternalError.exit_code
+
+
+def _report(kind: str, message: str) -> None:
+    if "--json" in sys.argv:
+        show_json({"error": {"type": kind, "message": message}})
+    stderr().print(f"[bold red]error[/] ({kind}): ", end="")
+    stderr().print(message, markup=False)

@@ -1,0 +1,42 @@
+"""A new artifact for a fine-tune: the same engines over other weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from voicehub_aot.artifacts import store
+from voicehub_aot.artifacts.manifest import Manifest
+from voicehub_aot.build import build
+from voicehub_aot.compilation import Options, Progress
+from voicehub_aot.errors import OptionUnsupported
+from voicehub_aot.models import resolve
+
+
+def reweight(
+    artifact: Path, checkpoint: str, output: Path, force: bool = False, progress: Progress | None = None
+) -> Manifest:
+    """Weights and time tables anew, engines copied byte for byte, parity measured again. Shared mode only.
+
+    Raises CheckpointMismatch if the shapes are not the artifact's, BuildError if this package would compile other
+    engines than the artifact holds, ParityFailed if the engines do not fit the new weights.
+    """
+    manifest = store.read_manifest(artifact)
+    store.verify_files(artifact, manifest)
+    if manifest.weights_mode != "shared":
+        raise OptionUnsupported(
+            f"{artifact}: its engines hold packed weights; only artifacts built with --weights-mode shared can be "
+            "reweighted. Build the fine-tune instead"
+        )
+    model = resolve(manifest.model, None, checkpoint, manifest.config)
+    model = replace(model, config_name=manifest.config_name)
+    options = Options(
+        buckets=manifest.buckets,
+        programs=tuple(store.read_programs(artifact, manifest).values()),
+        target=manifest.target,
+        weights_mode="shared",
+        shapes=manifest.shapes,
+        replace=force,
+        engines_from={e.key: artifact / e.path for e in manifest.engines},
+    )
+    return build(model, options, output, progress)

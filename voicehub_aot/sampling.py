@@ -1,0 +1,120 @@
+"""One request from the command line, and the timing of an artifact's steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from voicehub_aot import parity
+from voicehub_aot.artifacts import store
+from voicehub_aot.build import eager_runtime
+from voicehub_aot.errors import AotError, UsageError
+from voicehub_aot.models import resolve
+from voicehub_aot.runtime import Runtime, load
+
+RANDOM_TEXT = 64  # tokens of a random request
+
+
+class GateFailed(AotError):
+    """An engine is slower than the caller's gate."""
+
+    exit_code = 6
+
+
+def sample_to_file(
+    artifact: Path,
+    output: Path,
+    lengths: Sequence[int],
+    seed: int,
+    inputs: Path | None,
+    random: bool,
+    program: str | int | None,
+    guidance: float | None,
+    threads: int | None,
+) -> dict[str, Any]:
+    """Sample and write {"latent": …} to `output`, whole or not at all. Returns what was done, for display."""
+    if random == (inputs is not None):
+        raise UsageError("give either --inputs FILE with the conditioning, or --random for a first try")
+    start = time.perf_counter()
+    runtime = load(artifact, threads=threads)
+    opened = time.perf_counter()
+    request = _random_conditioning(runtime, lengths, seed) if random else _read(inputs)
+    noise = request.pop("noise", None)
+    if noise is None and not lengths:
+        raise UsageError("give --length for each row, or a tensor `noise` in --inputs")
+    result = runtime.sample(
+        noise=noise,
+        seed=None if noise is not None else seed,
+        lengths=lengths or None,
+        program=program,
+        guidance=guidance,
+        **request,
+    )
+    done = time.perf_counter()
+    partial = output.with_name(f".{output.name}.tmp")
+    save_file({"latent": result.contiguous()}, partial)
+    partial.rename(output)
+    return {
+        "output": str(output),
+        "shape": list(result.shape),
+        "mean": round(result.mean().item(), 6),
+        "std": round(result.std().item(), 6),
+        "load_s": round(opened - start, 3),
+        "sample_s": round(done - opened, 3),
+    }
+
+
+def _read(file: Path | None) -> dict[str, torch.Tensor]:
+    try:
+        return dict(load_file(file or Path()))
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--inputs {str(file)!r}: unreadable ({error}); wanted a safetensors file") from error
+
+
+def _random_conditioning(runtime: Runtime, lengths: Sequence[int], seed: int) -> dict[str, Any]:
+    spec = runtime.spec
+    if not lengths:
+        raise UsageError("--random needs --length for each row")
+    sizes = {d.name: min(d.max, RANDOM_TEXT) for d in spec.dims} | {"B": len(lengths), spec.main_dim: max(lengths)}
+    case = parity.Case(
+        name="random", check="evaluation", bucket={}, sizes=sizes, lengths=tuple(lengths), program="", row=None,
+        guided=False, seed=seed, budget=0.0,
+    )  # fmt: skip
+    drawn = parity.draw(spec, case, seed)
+    return {i.name: drawn[i.name] for i in spec.conditioning}
+
+
+def bench(artifact: Path, checkpoint: str | None, threads: int | None, needs_eager: bool) -> list[dict[str, Any]]:
+    """One row per bucket. With the checkpoint the model's own module is timed beside the engine, interleaved."""
+    if needs_eager and checkpoint is None:
+        raise UsageError("--min-speedup compares with eager: give the --checkpoint the artifact was built from")
+    runtime = load(artifact, threads=threads)
+    recording = parity.load_recording(artifact / store.PARITY)
+    eager = runtime
+    if checkpoint is not None:
+        manifest = store.read_manifest(artifact)
+        model = resolve(manifest.model, manifest.config_name, checkpoint)
+        eager = eager_runtime(model.region, runtime.programs.values(), manifest.model)
+    return [
+        {
+            "bucket": " ".join(f"{k}={v}" for k, v in t.bucket.items()) or "any",
+            "rows": t.rows,
+            "engine_ms": round(t.engine_ms, 2),
+            "eager_ms": round(t.eager_ms, 2) if checkpoint else None,
+            "speedup": round(t.eager_ms / t.engine_ms, 3) if checkpoint else None,
+        }
+        for t in parity.time_steps(runtime, eager, recording)
+    ]
+
+
+def check_speedup(rows: Sequence[dict[str, Any]], least: float | None) -> None:
+    """Raises GateFailed for a bucket under the gate."""
+    slow = [r for r in rows if least is not None and r["speedup"] < least]
+    if slow:
+        raise GateFailed(f"{slow[0]['bucket']}: {slow[0]['speedup']}x of eager, wanted at least {least}x")

@@ -1,0 +1,148 @@
+"""A build's options: from flags and a TOML file, flags winning, to `compilation.Options`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from voicehub_aot import adapters, bucket
+from voicehub_aot.build import Model
+from voicehub_aot.compilation import Options
+from voicehub_aot.errors import OptionUnsupported, UsageError
+from voicehub_aot.runtime import usable_threads
+from voicehub_aot.target import default_target, parse_target
+
+
+class BuildSettings(BaseModel):
+    """Keys of the TOML file, named like the flags with underscores. None = the default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    config: str | None = None
+    checkpoint: str | None = None
+    buckets: list[str] | str | None = None
+    steps: str | None = None
+    solver: str | None = None
+    grid: str | None = None
+    sway: float | None = None
+    weights_mode: str | None = None
+    shapes: str | None = None
+    target: str | None = None
+    jobs: int | None = None
+
+    @classmethod
+    def merge(cls, file: Path | None, flags: Mapping[str, Any]) -> BuildSettings:
+        """Raises UsageError for an unreadable file, an unknown key or a value of the wrong kind."""
+        values: dict[str, Any] = {}
+        if file is not None:
+            try:
+                values = tomllib.loads(file.read_text())
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--from {str(file)!r}: unreadable ({error}); wanted a TOML file") from error
+        values.update({name: value for name, value in flags.items() if value is not None})
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise UsageError(f"options: {problems}; known are {', '.join(cls.model_fields)}") from error
+
+    def require_checkpoint(self, model: str) -> str:
+        if self.checkpoint is None:
+            raise UsageError(
+                f"build {model}: give --checkpoint PATH, --checkpoint hf:owner/name, or --weights synthetic for a trial"
+            )
+        return self.checkpoint
+
+
+def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
+    """The options as they were resolved, ready for `build --from`."""
+    resolved = {
+        "config": settings.config or model.config_name,
+        "checkpoint": settings.checkpoint,
+        "buckets": [f"{axis}={','.join(map(str, sizes))}" for axis, sizes in options.buckets.axes.items()],
+        "steps": ",".join(str(p.steps) for p in options.programs),
+        "solver": options.programs[0].solver,
+        "grid": settings.grid,
+        "sway": settings.sway,
+        "weights_mode": options.weights_mode,
+        "shapes": options.shapes,
+        "target": options.target.name,
+        "jobs": options.jobs,
+    }
+    lines = [f"{name} = {_toml(value)}" for name, value in resolved.items() if value is not None]
+    return "\n".join([f"# voicehub-aot build {model.name} --from config.toml", *lines]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return str(value)
+
+
+def options(
+    model: Model,
+    settings: BuildSettings,
+    histogram: Path | None,
+    max_buckets: int,
+    multiple_of: int,
+    parity: bool,
+    replace: bool,
+) -> Options:
+    """Checked options for this model. Raises UsageError, OptionUnsupported or NoBucketFits."""
+    adapter = adapters.load(model.name)
+    spec = model.region.spec
+    lengths = bucket.read_histogram(histogram) if histogram else None
+    if lengths is not None:
+        if settings.buckets:
+            raise UsageError("give either --buckets or --histogram")
+        top = spec.dim(spec.main_dim).max
+        sizes = bucket.choose_buckets(lengths, max_buckets, multiple_of, top)
+        promised = bucket.Buckets(axes={spec.main_dim: sizes})
+    elif settings.buckets:
+        texts = [settings.buckets] if isinstance(settings.buckets, str) else settings.buckets
+        promised = bucket.parse_buckets(texts, spec.main_dim, [*(d.name for d in spec.dims), "batch"])
+    else:
+        limits = {d.name: d.max for d in spec.dims}
+        axes = {a: tuple(s for s in sizes if s <= limits[a]) for a, sizes in adapter.DEFAULT_BUCKETS.items()}
+        promised = bucket.Buckets(axes={a: sizes for a, sizes in axes.items() if sizes})
+    bucket.check_buckets(promised, spec)
+    counts = _step_counts(settings.steps, adapter.DEFAULT_STEPS)
+    programs = tuple(adapter.program(n, solver=settings.solver, grid=settings.grid, sway=settings.sway) for n in counts)
+    mode = settings.weights_mode or "packed"
+    shapes = settings.shapes or ("dynamic" if mode == "packed" else "static")
+    if mode not in ("packed", "shared") or shapes not in ("dynamic", "static"):
+        raise OptionUnsupported(
+            f"--weights-mode {mode!r} --shapes {shapes!r}: choose packed or shared, dynamic or static"
+        )
+    if mode == "packed" and shapes == "static":
+        raise OptionUnsupported(
+            "--shapes static needs --weights-mode shared: packed engines each hold all weights, and one dynamic "
+            "engine is as fast on CPU"
+        )
+    if settings.jobs is not None and settings.jobs < 1:
+        raise UsageError(f"--jobs {settings.jobs}: wanted 1 or more")
+    return Options(
+        buckets=promised,
+        programs=programs,
+        target=parse_target(settings.target or default_target()),
+        weights_mode="packed" if mode == "packed" else "shared",
+        shapes="dynamic" if shapes == "dynamic" else "static",
+        jobs=settings.jobs or max(1, usable_threads() // 2),
+        parity=parity,
+        replace=replace,
+        histogram=lengths,
+    )
+
+
+def _step_counts(text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    if text is None:
+        return default
+    parts = [p.strip() for p in str(text).split(",")]
+    if not all(p.isdecimal() and int(p) >= 1 for p in parts) or len(set(parts)) != len(parts):
+        raise UsageError(f"--steps {text!r}: wanted different step counts of at least 1, e.g. 32,16,7")
+    return tuple(int(p) for p in parts)

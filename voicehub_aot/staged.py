@@ -1,0 +1,118 @@
+"""What computes velocities: the interface, and the staged graphs run by engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from voicehub_aot.artifacts.manifest import EngineEntry, TensorSpec
+from voicehub_aot.engines import StageEngine
+from voicehub_aot.errors import EngineUnavailable
+from voicehub_aot.program import Program
+from voicehub_aot.region import BATCH, RegionSpec
+
+
+class Prepared(Protocol):
+    """One request's values, computed once."""
+
+    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor: ...
+
+    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]: ...
+
+    def first_rows(self, rows: int) -> Prepared: ...
+
+
+class Evaluator(Protocol):
+    """Computes velocities. any_time: not bound to the times of built programs. dtype: of states and velocities."""
+
+    @property
+    def any_time(self) -> bool: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> Prepared: ...
+
+
+@dataclass(frozen=True)
+class StagedEvaluator:
+    """The staged graphs run by engines.
+
+    tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes.
+    """
+
+    spec: RegionSpec
+    prepare_engine: tuple[EngineEntry, StageEngine]
+    step_engines: Sequence[tuple[EngineEntry, StageEngine]]
+    tables: Mapping[str, Mapping[str, torch.Tensor]]
+    any_time: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> StagedPrepared:
+        entry, engine = self.prepare_engine
+        table = self.tables[program.name]
+        values = {**inputs, **{name: stacked for name, stacked in table.items()}}
+        results = engine([values[i.name] for i in entry.inputs])
+        computed = dict(zip((o.name for o in entry.outputs), results, strict=True))
+        stacked = {o.name: computed.pop(o.name) for o in entry.outputs if o.shape[:1] == ("N",)}
+        step, step_engine = self._step_for(inputs)
+        return StagedPrepared(
+            self.spec, step, step_engine, {**inputs, **computed}, {**table, **stacked}, len(program.times)
+        )
+
+    def _step_for(self, inputs: Mapping[str, torch.Tensor]) -> tuple[EngineEntry, StageEngine]:
+        sizes = {
+            dim: inputs[item.name].shape[axis]
+            for item in self.spec.request
+            for axis, dim in enumerate(item.shape)
+            if isinstance(dim, str)
+        }
+        for entry, engine in self.step_engines:
+            if all(sizes[dim] == size for dim, size in entry.bucket.items()):
+                return entry, engine
+        raise EngineUnavailable(f"no step engine was built for sizes {sizes}")
+
+
+class StagedPrepared:
+    """Input lists of the step engine, one per evaluation, complete but for the state."""
+
+    def __init__(
+        self,
+        spec: RegionSpec,
+        step: EngineEntry,
+        engine: StageEngine,
+        values: Mapping[str, torch.Tensor],
+        rows: Mapping[str, torch.Tensor],
+        evaluations: int,
+    ) -> None:
+        self.spec, self.step, self.engine, self.values, self.rows = spec, step, engine, values, rows
+        self.evaluations = evaluations
+        self.state_at = next(i for i, v in enumerate(step.inputs) if v.name == spec.state.name)
+        self.calls = [[self._value(v, n) for v in step.inputs] for n in range(evaluations)]
+
+    def _value(self, wanted: TensorSpec, row: int) -> Any:
+        if wanted.name == self.spec.state.name:
+            return None
+        return self.rows[wanted.name][row] if wanted.name in self.rows else self.values[wanted.name]
+
+    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor:
+        call = self.calls[row]
+        call[self.state_at] = state
+        return self.engine(call)[0]
+
+    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: self.values[name] for name in self.spec.outputs[1:]}
+
+    def first_rows(self, rows: int) -> StagedPrepared:
+        """The same request with the conditional branch alone."""
+        values, stacked = dict(self.values), dict(self.rows)
+        for wanted in self.step.inputs:
+            if BATCH in wanted.shape and wanted.name in values:
+                values[wanted.name] = values[wanted.name].narrow(wanted.shape.index(BATCH), 0, rows).contiguous()
+            elif BATCH in wanted.shape and wanted.name in stacked:
+                axis = wanted.shape.index(BATCH) + 1
+                stacked[wanted.name] = stacked[wanted.name].narrow(axis, 0, rows).contiguous()
+        return StagedPrepared(self.spec, self.step, self.engine, values, stacked, self.evaluations)

@@ -1,0 +1,42 @@
+"""Is this artifact whole, and does it still compute what it computed when it was built?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from voicehub_aot import parity
+from voicehub_aot.artifacts import report as reports
+from voicehub_aot.artifacts import store
+from voicehub_aot.artifacts.manifest import Manifest
+from voicehub_aot.runtime import load
+
+
+def verify(
+    path: Path, threads: int | None = None, progress: Callable[[str], None] = lambda _: None
+) -> reports.ParityReport:
+    """Digests, target and versions, then every recorded case on every engine. Needs no adapter and no checkpoint.
+
+    Raises LoadError if it does not open; a report that is false if an engine drifted.
+    """
+    runtime = load(path, threads=threads)
+    manifest = store.read_manifest(path)
+    recording = parity.load_recording(path / store.PARITY)
+    engines = sorted({e.engine for e in manifest.engines})
+    rows = parity.check(runtime, recording, "+".join(engines), progress)
+    return report_of(manifest, rows, ())
+
+
+def report_of(manifest: Manifest, rows: list[reports.Row], timings: tuple[reports.Timing, ...]) -> reports.ParityReport:
+    """A report with the artifact's identity and sizes."""
+    return reports.ParityReport(
+        model=manifest.model,
+        config=manifest.config_name,
+        checkpoint=manifest.checkpoint.source,
+        target=manifest.target.name,
+        weights_mode=manifest.weights_mode,
+        versions=manifest.versions,
+        rows=tuple(rows),
+        timings=timings,
+        sizes=tuple(reports.Size(name=name, bytes=entry.size) for name, entry in manifest.files.items()),
+    )
