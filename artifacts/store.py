@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 import torch
@@ -52,27 +53,34 @@ def writing(output: Path, replace: bool) -> Iterator[Path]:
     from filelock import FileLock, Timeout
 
     output = output.absolute()
-    if output.exists() and not replace:
-        raise UsageError(f"{output} exists; give another --output, or --force to replace it")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    _check_free(output, replace)
     lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as error:
         raise UsageError(f"{output}: another build is writing it; wait for it, or give another --output") from error
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written ({error.strerror}); give another --output") from error
     try:
-        for stale in output.parent.glob(f".{output.name}.tmp-*"):
+        for stale in output.parent.glob(f".{escape(output.name)}.tmp-*"):
             shutil.rmtree(stale)  # left by a killed build: we hold the lock, so nobody is writing it
         folder = output.parent / f".{output.name}.tmp-{os.getpid()}"
         folder.mkdir()
         try:
             yield folder
+            _check_free(output, replace)  # again: somebody may have put it there meanwhile
             _move_into_place(folder, output)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
+
+
+def _check_free(output: Path, replace: bool) -> None:
+    if output.exists() and not replace:
+        raise UsageError(f"{output} exists; give another --output, or --force to replace it")
 
 
 def _move_into_place(folder: Path, output: Path) -> None:

@@ -12,7 +12,7 @@ attributes. Depends on torch alone: a fresh process must not pay for the rest of
 
 from __future__ import annotations
 
-import importlib.machinery
+import importlib.util
 import math
 import sys
 import types
@@ -300,31 +300,19 @@ def _times(schedule: Sequence[float], step: int) -> tuple[Tensor, Tensor]:
 
 # --- upstream's own module
 
-UNRELATED = ("accelerate", "datasets", "ema_pytorch", "librosa", "torchaudio", "wandb")  # calling a model uses none
+# Imported by f5_tts.model beside its networks; calling one uses none of them.
+UNRELATED = (
+    "accelerate", "accelerate.utils", "datasets", "ema_pytorch", "librosa", "librosa.filters", "torchaudio", "wandb",
+)  # fmt: skip
 
 
-class _Anything(types.ModuleType):
-    """Stands for a package that is imported and not used: any name, any submodule, any call."""
+class _StandIn(types.ModuleType):
+    """A module whose every name is an empty class."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
-
-
-class _Stubs:
-    """A finder for `UNRELATED` and their submodules, asked after all others."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        if name.partition(".")[0] not in UNRELATED:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__path__ = []
+        return type(name, (), {})
 
 
 class UpstreamStep(nn.Module):
@@ -351,15 +339,14 @@ class UpstreamStep(nn.Module):
 
 def upstream(config: Any, cfg_strength: float, weights: Mapping[str, Tensor]) -> UpstreamStep | None:
     """The package f5-tts's DiT with these weights; None where it is not installed."""
-    stubs: Any = _Stubs()
-    sys.meta_path.append(stubs)
+    absent = [name for name in UNRELATED if importlib.util.find_spec(name.partition(".")[0]) is None]
+    sys.modules.update({name: _StandIn(name) for name in absent})
     try:
         from f5_tts.model import DiT
     except ModuleNotFoundError:
         return None
     finally:
-        sys.meta_path.remove(stubs)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _Anything)]:
+        for name in absent:
             del sys.modules[name]
     names = (
         "dim", "depth", "heads", "dim_head", "ff_mult", "mel_dim", "text_num_embeds", "text_dim", "text_mask_padding",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -145,13 +143,13 @@ def build_artifact(
     from voicehub_aot import build
     from voicehub_aot.bucket import Buckets
     from voicehub_aot.compilation import Options, cache_dir
+    from voicehub_aot.console import ConsoleProgress
     from voicehub_aot.target import default_target, parse_target
 
     name = f"{subject.model.name}-{subject.model.config_name}-{mode}.aot"
     output = output or cache_dir() / "bench" / name
     output.parent.mkdir(parents=True, exist_ok=True)
     note(f"building {output} ({mode}, lengths {','.join(map(str, lengths))}, parity off)")
-    _show_progress()
     axes = {**subject.adapter.DEFAULT_BUCKETS, subject.spec.main_dim: tuple(sorted(set(lengths)))}
     options = Options(
         buckets=Buckets(axes=axes),
@@ -163,7 +161,11 @@ def build_artifact(
         cache=cache,
         replace=True,
     )
-    return output, build.build(subject.model, options, output)
+    progress = ConsoleProgress()
+    try:
+        return output, build.build(subject.model, options, output, progress)
+    finally:
+        progress.close()
 
 
 def open_artifact(path: Path, threads: int | None = None) -> Runtime:
@@ -188,16 +190,3 @@ def check_artifact(subject: Subject, runtime: Runtime) -> None:
 def difference(got: Tensor, want: Tensor, start: Tensor) -> float:
     """Largest difference of two states, relative to the largest way either went from `start`."""
     return float((got - want).abs().max() / (want - start).abs().max())
-
-
-def _show_progress() -> None:
-    logger = logging.getLogger("voicehub_aot")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("  %(asctime)s %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-
-
-def merged(row: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    return {**row, **more}

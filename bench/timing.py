@@ -150,18 +150,20 @@ def append_json(path: Path | None, benchmark: str, rows: Iterable[Mapping[str, A
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Text left, numbers right; "-" for what there is none of."""
+    """Numbers right; "-" for what there is none of."""
     from rich.console import Console
     from rich.table import Table
 
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
-    table = Table(title=title, title_justify="left")
+    table = Table(header_style="bold")
     for position, column in enumerate(columns):
         numeric = any(row[position][:1].isdigit() for row in cells)
         table.add_column(column, justify="right" if numeric else "left")
     for row in cells:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(title, style="bold")
+    console.print(table)
 
 
 def note(text: str) -> None:

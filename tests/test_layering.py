@@ -169,7 +169,8 @@ def test_importing_the_package_loads_nothing_yet():
 # Each module is imported first in a fork of a process that has only third-party packages loaded.
 IMPORT_EACH = """
 import json, logging, os, random, sys
-import jinja2, matplotlib.figure, numpy, onnx, pydantic, rich, safetensors.torch, torch, typer
+import jinja2, matplotlib.figure, numpy, onnx, pydantic, rich.console, rich.status, rich.table
+import safetensors.torch, torch, typer
 
 def state():
     return dict(

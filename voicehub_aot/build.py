@@ -30,7 +30,7 @@ from voicehub_aot.export import MAX_ROWS, export_region
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, Region
 from voicehub_aot.runtime import Runtime, load, table_key
-from voicehub_aot.stage import Staged, matrix_flops, split
+from voicehub_aot.stage import Staged, StagingError, matrix_flops, split
 from voicehub_aot.verify import report_of
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def build(
         )
         store.write_manifest(folder, manifest)
         if options.parity:
-            _prove(model, options, folder, manifest, output, progress)
+            _prove(model, options, staged, folder, manifest, output, progress)
             manifest = manifest.model_copy(update={"files": store.list_files(folder)})
             store.write_manifest(folder, manifest)
     return manifest.signed()
@@ -162,7 +162,15 @@ def stage_reports(staged: Staged, buckets: Buckets, symbols: Mapping[str, str]) 
     return result
 
 
-def _prove(model: Model, options: Options, folder: Path, manifest: Manifest, output: Path, progress: Progress) -> None:
+def _prove(
+    model: Model,
+    options: Options,
+    staged: Staged,
+    folder: Path,
+    manifest: Manifest,
+    output: Path,
+    progress: Progress,
+) -> None:
     """Record the reference, check the engines, write the reports. Raises ParityFailed."""
     progress.stage("record the reference (float32 and float64 eager)")
     eager = eager_runtime(model.region, options.programs, model.name)
@@ -175,7 +183,7 @@ def _prove(model: Model, options: Options, folder: Path, manifest: Manifest, out
     del exact, double
     progress.stage("check every engine, bucket and program")
     runtime = load(folder)
-    rows = parity.check(runtime, recording, aoti.NAME, progress.case)
+    rows = [staged_row(staged), *parity.check(runtime, recording, aoti.NAME, progress.case)]
     progress.stage("time engine and eager")
     timings = [
         reports.Timing(
@@ -201,6 +209,16 @@ def _prove(model: Model, options: Options, folder: Path, manifest: Manifest, out
             f"{manifest.model}: {len(report.failures)} of {len(rows)} parity rows failed, first {worst.name}: distance "
             f"{worst.distance:.3g}, budget {worst.budget:.3g} {worst.note}; no artifact was written, see {kept}"
         )
+
+
+def staged_row(staged: Staged) -> reports.Row:
+    """What the split measured of itself."""
+    error = staged.error or StagingError(float("inf"), 0.0)
+    return reports.Row(
+        check="staged", engine="eager", bucket={}, lengths=(), program=None, time=None, guided=True,
+        max_abs=error.worst, rel_l2=0.0, snr_db=None, first_bad_step=None, distance=error.worst,
+        budget=error.allowed, passed=error.worst <= error.allowed, note="staged graphs against the whole graph",
+    )  # fmt: skip
 
 
 def bucket_waste(

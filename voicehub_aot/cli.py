@@ -120,11 +120,14 @@ def verify(
     finally:
         progress.close()
     if junit:
-        junit.write_text(reports.junit(result))
+        with console.writing(junit):
+            junit.write_text(reports.junit(result))
     if html:
-        html.write_text(reports.html(result))
+        with console.writing(html):
+            html.write_text(reports.html(result))
     if report:
-        reports.write_json(result, report)
+        with console.writing(report):
+            reports.write_json(result, report)
     if as_json:
         console.show_json(json.loads(result.model_dump_json()))
     else:
@@ -132,7 +135,8 @@ def verify(
         console.show_table(f"{artifact}: {result.model} {result.config}", columns, reports.summary(result))
     if not result:
         first = result.failures[0].name if result.failures else "none was run"
-        raise ParityFailed(f"{artifact}: {len(result.failures)} of {len(result.rows)} cases failed, first {first}")
+        failed = f"{len(result.failures)} of {len(result.rows)} cases failed, first {first}"
+        raise console.after_result(ParityFailed(f"{artifact}: {failed}"))
 
 
 @app.command()
@@ -205,8 +209,9 @@ def replay(
         )
     failed = [o for o in outcomes if not o.passed]
     if failed:
-        raise ParityFailed(
-            f"{len(failed)} of {len(outcomes)} outputs over tolerance, first {failed[0].case} {failed[0].output}"
+        first = f"{failed[0].case} {failed[0].output}"
+        raise console.after_result(
+            ParityFailed(f"{len(failed)} of {len(outcomes)} outputs over tolerance, first {first}")
         )
 
 
@@ -313,7 +318,10 @@ def bench(
     else:
         columns = ("bucket", "rows", "engine ms", "eager ms", "speed-up")
         console.show_table(str(artifact), columns, [tuple(r.values()) for r in rows])
-    sampling.check_speedup(rows, min_speedup)
+    try:
+        sampling.check_speedup(rows, min_speedup)
+    except sampling.GateFailed as error:
+        raise console.after_result(error) from error
 
 
 @app.command()

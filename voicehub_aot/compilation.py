@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import fx
 
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry, TensorSpec
@@ -33,12 +34,11 @@ from voicehub_aot.export import Value, example_inputs, export_program, named_dim
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, RegionSpec
 from voicehub_aot.runtime import usable_threads
-from voicehub_aot.stage import Staged, stacked_prepare
+from voicehub_aot.stage import Staged, set_attribute, stacked_prepare
 from voicehub_aot.target import Target, host_features
 
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 1  # part of every engine's key: raise it when compiled folders change their meaning
 EXAMPLE_EVALUATIONS = 5
 MAX_EVALUATIONS = 4096
 
@@ -264,14 +264,28 @@ def _compile_in_worker(
     return time.perf_counter() - start
 
 
+def graph_of(program: torch.export.ExportedProgram) -> fx.GraphModule:
+    """The flat graph, its weights under the region's names: `stacked_prepare` nests two stages in one module."""
+    graph = program.module(check_guards=False)
+    for node in graph.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        plain = name.removeprefix("prepare.").removeprefix("rows.")
+        if plain != name:
+            set_attribute(graph, plain, graph.get_buffer(name))
+            node.target = plain
+    graph.delete_all_unused_submodules()
+    graph.recompile()
+    return graph
+
+
 def engine_payload(program: torch.export.ExportedProgram, job: Job, options: Options) -> dict[str, Any]:
     """Everything that shapes the compiled code, as JSON: its digest is the engine's key in the cache."""
-    module = program.module(check_guards=False)
+    module = graph_of(program)
     constants = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = {n: (list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in constants.items()}
     graph = "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {n.meta.get('val')}" for n in module.graph.nodes)
     return {
-        "cache_version": CACHE_VERSION,
+        "engine_code": store.sha256(Path(aoti.__file__)),
         "stage": job.stage,
         "bucket": dict(job.bucket),
         "graph": hashlib.sha256(graph.encode()).hexdigest(),
@@ -330,8 +344,7 @@ def compile_into_cache(
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix="tmp-") as scratch:
         folder = Path(scratch) / "engine"
-        module = program.module(check_guards=False)
-        aoti.compile_stage(module, list(examples), weights_mode, target, folder, name)
+        aoti.compile_stage(graph_of(program), list(examples), weights_mode, target, folder, name)
         files = {p.relative_to(folder).as_posix(): store.sha256(p) for p in folder.rglob("*") if p.is_file()}
         (folder / "engine.json").write_text(json.dumps({"payload": payload, "files": files}, indent=1))
         try:

@@ -11,16 +11,19 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from voicehub_aot.compilation import Progress
-from voicehub_aot.errors import AotError, InternalError
+from voicehub_aot.errors import AotError, InternalError, UsageError
 
 INTERRUPTED = 130
 
@@ -48,7 +51,7 @@ class ConsoleProgress(Progress):
         stderr().print(f"[dim]{time.perf_counter() - self._start:7.1f} s[/]  {text}")
 
     def stage(self, text: str) -> None:
-        self._line(text)
+        self._line(escape(text))
         self._update(text)
 
     def engine(self, name: str, state: str, seconds: float = 0.0) -> None:
@@ -61,7 +64,7 @@ class ConsoleProgress(Progress):
 
     def _update(self, text: str) -> None:
         if self._status:
-            self._status.update(text)
+            self._status.update(escape(text))
 
     def close(self) -> None:
         if self._status:
@@ -75,8 +78,8 @@ def show_json(value: Any) -> None:
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Numbers right, names left."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    rows = [[str(cell) for cell in row] for row in rows]
+    table = Table(title=escape(title), title_justify="left", header_style="bold")
+    rows = [[escape(str(cell)) for cell in row] for row in rows]
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
@@ -84,9 +87,18 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
     stdout().print(table)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of a file that the user named: UsageError if that is not possible there."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another path") from error
+
+
 def say(text: str) -> None:
     """A remark beside the result."""
-    stderr().print(text)
+    stderr().print(text, markup=False)
 
 
 def set_up_logging(verbose: bool) -> None:
@@ -94,7 +106,7 @@ def set_up_logging(verbose: bool) -> None:
 
 
 def run(command: Callable[[], Any]) -> int:
-    """Run a click command and return the documented exit code; errors become one line on stderr()."""
+    """Run a click command and return the documented exit code; errors become one line on stderr."""
     try:
         result = command()
     except BaseException as error:
@@ -124,8 +136,18 @@ def _failed(error: BaseException) -> int:
     return InternalError.exit_code
 
 
+def after_result(error: AotError) -> click.exceptions.Exit:
+    """For an error that comes when the result is shown: told on stderr alone, so stdout keeps its one document."""
+    _tell(type(error).__name__, str(error))
+    return click.exceptions.Exit(error.exit_code)
+
+
 def _report(kind: str, message: str) -> None:
     if "--json" in sys.argv:
         show_json({"error": {"type": kind, "message": message}})
+    _tell(kind, message)
+
+
+def _tell(kind: str, message: str) -> None:
     stderr().print(f"[bold red]error[/] ({kind}): ", end="")
     stderr().print(message, markup=False)

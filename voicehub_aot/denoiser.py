@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Denoiser(nn.Module):
         given = bind(spec.call, args, kwargs)
         state = given.tensor[spec.state.name]
         request: dict[str, Any] = {n: t for n, t in given.tensor.items() if n != spec.state.name}
-        request.update(_reach(spec, given, state))
+        request.update(_reach(spec, given))
         if spec.call.returns == "velocity":
             flags = {n: v for n, v in given.flags.items() if v}
             return self.runtime.evaluate(state, given.time(), packed=given.packed, flags=flags, **request)
@@ -75,11 +76,16 @@ class Bound:
     def time(self) -> torch.Tensor:
         if self.clock is None:
             raise InputMismatch("denoiser: no time was given")
-        return self.clock.to(torch.float32) / self.steps if self.steps.numel() else self.clock
+        if 1 not in (self.clock.numel(), self.steps.numel()) and self.clock.numel() != self.steps.numel():
+            raise InputMismatch(f"denoiser: {self.clock.numel()} steps of {self.steps.numel()} totals; wanted as many")
+        return self.clock / self.steps
 
     def state_mask(self, spec: RegionSpec) -> torch.Tensor:
         mask = self.masks.get(spec.main_dim)
-        return torch.ones(1) if mask is None else mask.to(torch.float32)
+        if mask is None:
+            return torch.ones(1)
+        shape = [-1 if s == spec.main_dim else 1 for s in spec.state.shape[1:]]
+        return mask.to(torch.float32).reshape(len(mask), *shape)
 
 
 def bind(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
@@ -88,6 +94,9 @@ def bind(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
     unknown = sorted(set(kwargs) - set(names))
     if len(args) > len(names) or unknown:
         raise InputMismatch(f"denoiser: unknown arguments {unknown or args[len(names) :]!r}; wanted {names}")
+    twice = sorted(set(kwargs) & set(names[: len(args)]))
+    if twice:
+        raise InputMismatch(f"denoiser: {twice} are given by position and by name; give each once")
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     missing = [p.name for p in call.parameters if p.required and p.name not in values]
     if missing:
@@ -110,20 +119,40 @@ def _sort(bound: Bound, parameter: Parameter, value: Any) -> None:
         case "packed":
             bound.packed = bool(value)
         case "time" | "step":
-            bound.clock = torch.as_tensor(value, dtype=torch.float32).reshape(-1)
+            bound.clock = _numbers(parameter.name, value)
         case "steps":
-            bound.steps = torch.as_tensor(value, dtype=torch.float32).reshape(-1)
+            bound.steps = _numbers(parameter.name, value)
         case _:
             pass
 
 
-def _reach(spec: RegionSpec, given: Bound, state: torch.Tensor) -> dict[str, list[int]]:
+def _numbers(name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value, dtype=torch.float32).reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputMismatch(f"denoiser: {name}={value!r}, wanted a number or a tensor [] or [B]") from error
+
+
+def _size(spec: RegionSpec, given: Bound, dim: str) -> int | None:
+    """How large the tensors are in `dim`; None where no tensor tells."""
+    for item in spec.inputs:
+        tensor = given.tensor.get(item.name)
+        if dim in item.shape and isinstance(tensor, torch.Tensor) and tensor.dim() == len(item.shape):
+            return tensor.shape[item.shape.index(dim)]
+    return None
+
+
+def _reach(spec: RegionSpec, given: Bound) -> dict[str, list[int]]:
     """Lengths from the prefix masks; extents the whole tensor, as upstream computes ragged batches."""
     reach: dict[str, list[int]] = {}
     for dim in spec.dims:
         mask = given.masks.get(dim.name)
         if dim.length and mask is not None:
-            rows = mask.reshape(mask.shape[0], -1).to(torch.bool)
+            size = _size(spec, given, dim.name)
+            if not isinstance(mask, torch.Tensor) or mask.dim() < 2 or math.prod(mask.shape[1:]) != size:
+                got = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+                raise InputMismatch(f"denoiser: the mask of {dim.name} is {got}, wanted [B, {size}] or [B, 1, {size}]")
+            rows = mask.flatten(1).to(torch.bool)
             lengths = rows.sum(1)
             if not torch.equal(rows, torch.arange(rows.shape[1]) < lengths[:, None]):
                 raise InputMismatch(f"denoiser: the mask of {dim.name} is no prefix mask; real positions come first")

@@ -6,6 +6,7 @@ read.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,21 @@ class Request:
 
 def _first_named(item: Input) -> int:
     return next(i for i, s in enumerate(item.shape) if isinstance(s, str) and s != BATCH)
+
+
+def integers(value: Any) -> list[int] | None:
+    """One integer, a list or tuple of them, or an integer tensor [B] -> a list; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
+            return None
+        value = value.reshape(-1).tolist()
+    entries = list(value) if isinstance(value, Sequence) else [value]
+    if any(isinstance(entry, bool) for entry in entries):
+        return None
+    try:
+        return [operator.index(entry) for entry in entries]
+    except TypeError:
+        return None
 
 
 class RequestReader:
@@ -158,13 +174,8 @@ class RequestReader:
     def _integers(self, name: str, value: Any, default: list[int], low: int, high: int, dim: str) -> list[int]:
         if value is None:
             return list(default)
-        if isinstance(value, torch.Tensor):
-            if value.dtype.is_floating_point or value.dtype == torch.bool or value.dim() > 1:
-                raise InputMismatch(f"{self.where}: {name} is {value.dtype} {list(value.shape)}, wanted integers [B]")
-            value = value.reshape(-1).tolist()
-        entries = list(value) if isinstance(value, Sequence) else [value]
-        numbers = [n for n in entries if isinstance(n, int) and not isinstance(n, bool)]
-        if len(numbers) != len(default) or len(entries) != len(default):
+        numbers = integers(value)
+        if numbers is None or len(numbers) != len(default):
             raise InputMismatch(f"{self.where}: {name}={value!r}, wanted {len(default)} integers, one per row")
         bad = [n for n in numbers if not low <= n <= high]
         if bad:

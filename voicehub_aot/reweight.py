@@ -28,7 +28,7 @@ def reweight(
             f"{artifact}: its engines hold packed weights; only artifacts built with --weights-mode shared can be "
             "reweighted. Build the fine-tune instead"
         )
-    model = resolve(manifest.model, None, checkpoint, manifest.config)
+    model = resolve(manifest.model, manifest.config_name, checkpoint, manifest.config)
     model = replace(model, config_name=manifest.config_name)
     options = Options(
         buckets=manifest.buckets,

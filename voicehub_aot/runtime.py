@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -33,7 +33,7 @@ from voicehub_aot.errors import (
 from voicehub_aot.guidance import EQUATIONS, is_off
 from voicehub_aot.program import Evaluate, Program, probe
 from voicehub_aot.region import BATCH, DTYPES, RegionSpec
-from voicehub_aot.request import Request, RequestReader
+from voicehub_aot.request import Request, RequestReader, integers
 from voicehub_aot.sampler import Velocity, guided, steps
 from voicehub_aot.staged import Evaluator, StagedEvaluator
 from voicehub_aot.target import check_target, torch_minor
@@ -41,6 +41,7 @@ from voicehub_aot.target import check_target, torch_minor
 log = logging.getLogger(__name__)
 
 TIME_TOLERANCE = 1e-6  # a time this close to a table row's is that row's: grids are float32
+SEEDS = (-(2**63), 2**64 - 1)  # what torch's generators take
 Overflow = Literal["error", "run"]
 
 
@@ -64,6 +65,10 @@ class Runtime:
         name: str = "model",
         manifest: Manifest | None = None,
     ) -> None:
+        if overflow not in get_args(Overflow) or concurrency < 1:
+            raise OptionUnsupported(
+                f"{name}: overflow={overflow!r}, concurrency={concurrency!r}; wanted 'error' or 'run', and 1 or more"
+            )
         if overflow == "run" and shapes == "static":
             raise OptionUnsupported(f"{name}: overflow='run' needs a dynamic engine; this artifact has static buckets")
         self.spec, self.evaluator, self.programs = spec, evaluator, dict(programs)
@@ -144,7 +149,7 @@ class Runtime:
                 inputs[name] = torch.full_like(inputs[name], value)
             whole = laid_out.state.repeat(branches, *(1,) * (laid_out.state.dim() - 1))
             rows = times * (branches if len(times) > 1 else 1)
-            velocity = self._at_times(inputs, whole, rows, laid_out.batch)
+            velocity = self._at_times(inputs, whole, rows, laid_out.sizes)
             if guidance is not None and self.spec.guidance is not None:
                 velocity = EQUATIONS[self.spec.guidance.equation](velocity, guidance)
             blocks = torch.split(velocity, laid_out.batch)
@@ -157,7 +162,7 @@ class Runtime:
             laid_out = self._reader.read(state, request, self._fit)
             inputs = laid_out.packed(self._branches)
             whole = laid_out.state.repeat(self._branches, *(1,) * (laid_out.state.dim() - 1))
-            values = self.evaluator.prepare(inputs, program, laid_out.batch).exposed(whole)
+            values = self.evaluator.prepare(inputs, program, laid_out.sizes).exposed(whole)
             frames = laid_out.given[self.spec.main_dim]
             return {name: value.narrow(1, 0, frames) for name, value in values.items()}
 
@@ -179,21 +184,21 @@ class Runtime:
     def _velocity(self, request: Request, program: Program, scale: float, like: torch.Tensor) -> Velocity:
         guidance = self.spec.guidance
         if guidance is None or is_off(guidance, scale):
-            single = self.evaluator.prepare(request.packed(1), program, request.batch)
+            single = self.evaluator.prepare(request.packed(1), program, request.sizes)
             return lambda row, state, _: single.velocity(row, state)
-        prepared = self.evaluator.prepare(request.packed(self._branches), program, request.batch)
+        prepared = self.evaluator.prepare(request.packed(self._branches), program, request.sizes)
         needs_single = any(isinstance(i, Evaluate) and not i.guided for i in program.instructions)
         single = prepared.first_rows(request.batch) if needs_single else prepared
         return guided(prepared.velocity, single.velocity, guidance, scale, like)
 
     def _at_times(
-        self, inputs: Mapping[str, torch.Tensor], state: torch.Tensor, times: Sequence[float], batch: int
+        self, inputs: Mapping[str, torch.Tensor], state: torch.Tensor, times: Sequence[float], sizes: Mapping[str, int]
     ) -> torch.Tensor:
         """Velocity where rows may have different times: one evaluation per distinct time, its rows kept."""
         result: torch.Tensor | None = None
         for time in dict.fromkeys(times):
             program, row = self._locate(time)
-            velocity = self.evaluator.prepare(inputs, program, batch).velocity(row, state)
+            velocity = self.evaluator.prepare(inputs, program, sizes).velocity(row, state)
             if len(times) == 1 or result is None:
                 result = velocity
             else:
@@ -214,7 +219,7 @@ class Runtime:
             ),
             key=lambda found: found[0],
         )
-        if best[0] > TIME_TOLERANCE:
+        if not best[0] <= TIME_TOLERANCE:  # a time that is not a number is near nothing
             raise ProgramNotBuilt(
                 f"{self.name}: time {time!r} is no evaluation time of the built programs {list(self.programs)} "
                 f"(nearest {best[1].times[best[2]]!r}); rebuild with the step count and schedule of your loop"
@@ -237,7 +242,10 @@ class Runtime:
             if guidance is not None:
                 raise InputMismatch(f"{self.name}: guidance={guidance!r}, but this model has no guidance; leave it out")
             return 0.0
-        scale = self.spec.guidance.scale if guidance is None else float(guidance)
+        try:
+            scale = self.spec.guidance.scale if guidance is None else float(guidance)
+        except (TypeError, ValueError):
+            scale = math.nan
         if not math.isfinite(scale):
             raise InputMismatch(f"{self.name}: guidance={guidance!r}, wanted a finite number")
         return scale
@@ -255,14 +263,20 @@ class Runtime:
             return noise
         if lengths is None:
             raise InputMismatch(f"{self.name}: a seed needs lengths, one per row")
-        numbers = [int(n) for n in torch.as_tensor(lengths).reshape(-1)]
+        numbers = integers(lengths)
+        if numbers is None:
+            raise InputMismatch(f"{self.name}: lengths={lengths!r}, wanted integers, one per row")
         dim = self.spec.dim(self.spec.main_dim)
         for number in numbers:
             if not dim.min <= number <= dim.max:
                 raise InputMismatch(f"{self.name}: length {number}, wanted {dim.min} to {dim.max} {dim.name}")
-        seeds = [seed + row for row in range(len(numbers))] if isinstance(seed, int) else list(seed or ())
-        if len(seeds) != len(numbers):
-            raise InputMismatch(f"{self.name}: {len(seeds)} seeds for {len(numbers)} rows")
+        seeds = integers(seed) or []
+        if not isinstance(seed, Sequence) and len(seeds) == 1:
+            seeds = [seeds[0] + row for row in range(len(numbers))]
+        if len(seeds) != len(numbers) or not all(SEEDS[0] <= s <= SEEDS[1] for s in seeds):
+            raise InputMismatch(
+                f"{self.name}: seed={seed!r}, wanted one integer or {len(numbers)}, one per row, of 64 bits"
+            )
         item, longest = self.spec.state, max(numbers, default=0)
         axis = item.shape.index(dim.name)
         shape = [longest if s == dim.name else s for s in item.shape[1:]]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from voicehub_aot import parity
 from voicehub_aot.artifacts import store
 from voicehub_aot.build import eager_runtime
-from voicehub_aot.errors import AotError, UsageError
+from voicehub_aot.errors import AotError, InputMismatch, UsageError
 from voicehub_aot.models import resolve
 from voicehub_aot.runtime import Runtime, load
 
@@ -41,11 +41,16 @@ def sample_to_file(
     """Sample and write {"latent": …} to `output`, whole or not at all. Returns what was done, for display."""
     if random == (inputs is not None):
         raise UsageError("give either --inputs FILE with the conditioning, or --random for a first try")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {str(output)!r}: its folder does not exist; create it, or give another")
     start = time.perf_counter()
     runtime = load(artifact, threads=threads)
     opened = time.perf_counter()
     request = _random_conditioning(runtime, lengths, seed) if random else _read(inputs)
     noise = request.pop("noise", None)
+    reserved = sorted({"seed", "lengths", "program", "guidance"} & set(request))
+    if reserved:
+        raise UsageError(f"--inputs {str(inputs)!r}: holds {reserved}; give these as options")
     if noise is None and not lengths:
         raise UsageError("give --length for each row, or a tensor `noise` in --inputs")
     result = runtime.sample(
@@ -57,9 +62,15 @@ def sample_to_file(
         **request,
     )
     done = time.perf_counter()
+    if not torch.isfinite(result).all():
+        raise InputMismatch(f"{artifact}: the result is not finite with guidance={guidance!r}; give a smaller one")
     partial = output.with_name(f".{output.name}.tmp")
-    save_file({"latent": result.contiguous()}, partial)
-    partial.rename(output)
+    try:
+        save_file({"latent": result.contiguous()}, partial)
+        partial.rename(output)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"--output {str(output)!r}: cannot be written ({error}); give another") from error
     return {
         "output": str(output),
         "shape": list(result.shape),
@@ -81,6 +92,10 @@ def _random_conditioning(runtime: Runtime, lengths: Sequence[int], seed: int) ->
     spec = runtime.spec
     if not lengths:
         raise UsageError("--random needs --length for each row")
+    dim = spec.dim(spec.main_dim)
+    outside = [n for n in lengths if not dim.min <= n <= dim.max]
+    if outside:
+        raise UsageError(f"--length {outside[0]}: wanted {dim.min} to {dim.max} {dim.name}")
     sizes = {d.name: min(d.max, RANDOM_TEXT) for d in spec.dims} | {"B": len(lengths), spec.main_dim: max(lengths)}
     case = parity.Case(
         name="random", check="evaluation", bucket={}, sizes=sizes, lengths=tuple(lengths), program="", row=None,
@@ -99,7 +114,7 @@ def bench(artifact: Path, checkpoint: str | None, threads: int | None, needs_eag
     eager = runtime
     if checkpoint is not None:
         manifest = store.read_manifest(artifact)
-        model = resolve(manifest.model, manifest.config_name, checkpoint)
+        model = resolve(manifest.model, manifest.config_name, checkpoint, manifest.config)
         eager = eager_runtime(model.region, runtime.programs.values(), manifest.model)
     return [
         {

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from voicehub_aot import adapters, bucket
 from voicehub_aot.build import Model
-from voicehub_aot.compilation import Options
+from voicehub_aot.compilation import MAX_EVALUATIONS, Options
 from voicehub_aot.errors import OptionUnsupported, UsageError
 from voicehub_aot.runtime import usable_threads
 from voicehub_aot.target import default_target, parse_target
@@ -113,6 +113,9 @@ def options(
     bucket.check_buckets(promised, spec)
     counts = _step_counts(settings.steps, adapter.DEFAULT_STEPS)
     programs = tuple(adapter.program(n, solver=settings.solver, grid=settings.grid, sway=settings.sway) for n in counts)
+    longest = max(programs, key=lambda p: len(p.times))
+    if len(longest.times) > MAX_EVALUATIONS:
+        raise UsageError(f"--steps: {longest.name} has {len(longest.times)} evaluations, at most {MAX_EVALUATIONS}")
     mode = settings.weights_mode or "packed"
     shapes = settings.shapes or ("dynamic" if mode == "packed" else "static")
     if mode not in ("packed", "shared") or shapes not in ("dynamic", "static"):

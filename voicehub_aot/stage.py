@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ INDEX_ARITHMETIC = {
     aten.bitwise_or.Tensor, aten.logical_and.default, aten.logical_not.default, aten.logical_or.default,
 }  # fmt: skip
 
+ROUNDING = 1e-5  # of the largest value: what another order of float32 sums may change
 MIXED = Binding.TIME | Binding.REQUEST
 
 
@@ -94,6 +95,15 @@ class Staged:
     rows: Stage | None
     step: Stage
     folded: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    error: StagingError | None = None
+
+
+@dataclass(frozen=True)
+class StagingError:
+    """Largest difference between the whole graph and the stages on random inputs, and the most it may be."""
+
+    worst: float
+    allowed: float
 
 
 def is_cheap(node: fx.Node) -> bool:
@@ -215,7 +225,7 @@ class _Split:
         graph.output(tuple(use(n) for n in targets))
         root = nn.Module()
         for target, tensor in attributes.items():
-            _set_attribute(root, target, tensor)
+            set_attribute(root, target, tensor)
         module = fx.GraphModule(root, graph, class_name=name)
         return Stage(
             name,
@@ -280,7 +290,8 @@ def _attribute(module: nn.Module, target: str) -> torch.Tensor:
     return value.detach()  # type: ignore[no-any-return]
 
 
-def _set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
+def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
+    """Register a buffer under a dotted name."""
     *path, leaf = target.split(".")
     for part in path:
         if part not in root._modules:
@@ -331,8 +342,7 @@ def split(source: fx.GraphModule, spec: RegionSpec, symbols: Mapping[str, str]) 
     )
     table = work.build("table", time, is_time, [n.name for n in time])
     staged = Staged(spec, table, prepare, rows, step, work.folded)
-    check(staged, source)
-    return staged
+    return replace(staged, error=check(staged, source))
 
 
 def run_staged(staged: Staged, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -344,17 +354,20 @@ def run_staged(staged: Staged, inputs: Mapping[str, torch.Tensor]) -> dict[str, 
     return {name: values[name] for name in staged.spec.outputs}
 
 
-def check(staged: Staged, source: fx.GraphModule, seeds: Iterable[int] = (1, 2)) -> None:
+def check(staged: Staged, source: fx.GraphModule, seeds: Iterable[int] = (1, 2)) -> StagingError:
     """Whole graph against stages on random inputs: equal up to float32 rounding, else StageFailed."""
+    error = StagingError(0.0, 0.0)
     with torch.no_grad():
         for seed in seeds:
             inputs = example_inputs(staged.spec, example_sizes(staged.spec), seed)
             whole = source(**inputs)
             whole = whole if isinstance(whole, tuple) else (whole,)
             for name, want, got in zip(staged.spec.outputs, whole, run_staged(staged, inputs).values(), strict=True):
-                worst = (want - got).abs().max().item()
-                if not worst <= 1e-5 * want.abs().max().item():
+                worst, allowed = (want - got).abs().max().item(), ROUNDING * want.abs().max().item()
+                error = max(error, StagingError(worst, allowed), key=lambda e: e.worst)
+                if not worst <= allowed:
                     raise StageFailed(f"region {staged.spec.name}: staged {name!r} is off by {worst:.3g} (seed {seed})")
+    return error
 
 
 def stacked_prepare(staged: Staged) -> tuple[nn.Module, tuple[Value, ...], tuple[Value, ...]]:

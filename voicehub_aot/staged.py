@@ -34,7 +34,8 @@ class Evaluator(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> Prepared: ...
+    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> Prepared:
+        """inputs: packed and padded. sizes: what they are padded to, by dimension; a state may be alone to have one."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +52,23 @@ class StagedEvaluator:
     any_time: bool = False
     dtype: torch.dtype = torch.float32
 
-    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, batch: int) -> StagedPrepared:
+    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> StagedPrepared:
         entry, engine = self.prepare_engine
         table = self.tables[program.name]
         values = {**inputs, **{name: stacked for name, stacked in table.items()}}
         results = engine([values[i.name] for i in entry.inputs])
         computed = dict(zip((o.name for o in entry.outputs), results, strict=True))
         stacked = {o.name: computed.pop(o.name) for o in entry.outputs if o.shape[:1] == ("N",)}
-        step, step_engine = self._step_for(inputs)
+        step, step_engine = self._step_for(sizes)
         return StagedPrepared(
             self.spec, step, step_engine, {**inputs, **computed}, {**table, **stacked}, len(program.times)
         )
 
-    def _step_for(self, inputs: Mapping[str, torch.Tensor]) -> tuple[EngineEntry, StageEngine]:
-        sizes = {
-            dim: inputs[item.name].shape[axis]
-            for item in self.spec.request
-            for axis, dim in enumerate(item.shape)
-            if isinstance(dim, str)
-        }
+    def _step_for(self, sizes: Mapping[str, int]) -> tuple[EngineEntry, StageEngine]:
         for entry, engine in self.step_engines:
             if all(sizes[dim] == size for dim, size in entry.bucket.items()):
                 return entry, engine
-        raise EngineUnavailable(f"no step engine was built for sizes {sizes}")
+        raise EngineUnavailable(f"no step engine was built for sizes {dict(sizes)}")
 
 
 class StagedPrepared:

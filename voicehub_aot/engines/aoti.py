@@ -6,8 +6,10 @@ shared  weights left out and bound to tensors of ours, so any number of engines 
 torch's private names are used here and nowhere else. Facts about them, torch 2.13:
 - freezing acts only under no_grad, and silently does nothing otherwise; hence `PACKED_MARK`.
 - the raw loader accepts an unpacked folder, maps the library in place and writes no temporary file.
+- vectors of up to 8 elements are written into the code as numbers: a shared engine would keep them through a change
+  of weights; hence `_weights_stay_outside`.
 - running an engine before its constants are bound is a segmentation fault, and a constant of the wrong shape is
-  taken as it is; hence `_check_constants`.
+  taken as it is; hence the runtime checks both against the manifest.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def compile_stage(
     from torch._inductor import aot_compile
 
     try:
-        with torch.no_grad(), _quiet_compiler():
+        with torch.no_grad(), _quiet_compiler(), _weights_stay_outside(weights):
             files = cast(list[Any], aot_compile(module, tuple(inputs), options=options(weights, target)))
     except Exception as error:  # Inductor raises its own, the compiler's and plain runtime errors
         raise CompileFailed(f"{where}: AOTInductor failed ({type(error).__name__}): {error}") from error
@@ -77,6 +79,8 @@ def compile_stage(
     (folder / FOLDER).mkdir(parents=True)
     shutil.copyfile(library, folder / LIBRARY)
     shutil.copyfile(metadata, folder / METADATA)
+    if weights == "shared":
+        _check_outside(module, folder, where)
     for file in files:
         if isinstance(file, str):  # a packed library is as large as the model: leave no second copy behind
             Path(file).unlink(missing_ok=True)
@@ -89,6 +93,29 @@ def _quiet_compiler() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def _weights_stay_outside(weights: Weights) -> Iterator[None]:
+    """In shared mode, no weight becomes a number in the code."""
+    from torch._inductor.graph import GraphLowering
+
+    inlines = GraphLowering.__dict__["can_inline_constant"]
+    if weights == "shared":
+        GraphLowering.can_inline_constant = staticmethod(lambda _: False)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        GraphLowering.can_inline_constant = inlines  # type: ignore[method-assign]
+
+
+def _check_outside(module: fx.GraphModule, folder: Path, where: str) -> None:
+    """Every weight the graph reads must be one the engine asks for."""
+    wanted = {str(n.target) for n in module.graph.nodes if n.op == "get_attr" and n.users}
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(folder), "model", False, 1, -1)
+    inside = sorted(wanted - set(loader.get_constant_fqns()))
+    if inside:
+        raise CompileFailed(f"{where}: the engine kept weights inside: {', '.join(inside[:6])}; a scalar weight?")
 
 
 def _only(files: list[Any], suffix: str, where: str) -> str:

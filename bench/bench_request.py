@@ -1,0 +1,114 @@
+"""A whole request, from noise and conditioning to the final state: ours against eager with upstream's own caches.
+
+    python bench/bench_request.py --model supertonic --lengths 64,128,250 --steps 8
+    python bench/bench_request.py --model f5tts --lengths 128 --steps 7 --rounds 5
+
+ours     `Runtime.sample` on the packed artifact: checks, layout, prepare, then every step
+eager    upstream's own module where its package is installed (f5-tts), else its computation in plain torch, in
+         upstream's loop. F5: both text embeddings computed once and cached over the steps, as upstream does.
+         Supertonic: nothing cached, its graph takes text and style anew in every step.
+
+Both start from the same noise and must end in the same state before they are timed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
+
+import reference
+import torch
+from subject import (
+    DEFAULT_LENGTHS,
+    DEFAULT_STEPS,
+    build_artifact,
+    characters,
+    check_artifact,
+    difference,
+    draw,
+    numbers,
+    open_artifact,
+    parser,
+    resolve,
+    use_threads,
+)
+from timing import append_json, environment, interleaved, note, print_table
+
+TOLERANCE = 1e-3  # relative, of the final state: rounding grows over the steps
+FLOOR = 1.0  # a request may never be slower than eager
+
+
+def main() -> int:
+    arguments = parser(__doc__, rounds=9)
+    arguments.add_argument("--lengths", type=numbers, help="frames, e.g. 64,128")
+    arguments.add_argument("--steps", type=int, help="of the sampling loop (default: 8 for supertonic, 7 for f5tts)")
+    arguments.add_argument("--artifact", type=Path, help="default: one is built")
+    options = arguments.parse_args()
+    lengths = options.lengths or DEFAULT_LENGTHS[options.model]
+    steps = options.steps or DEFAULT_STEPS[options.model]
+    threads = use_threads(options.threads)
+    subject = resolve(options.model, options.config, (steps,))
+    program = subject.program(steps)
+    path = options.artifact or build_artifact(subject, lengths)[0]
+    runtime = open_artifact(path, threads)
+    check_artifact(subject, runtime)
+    kind, eager = subject.upstream()
+    print(f"{subject.title}: whole requests of {program.name}; eager is {kind}")
+    print(environment())
+    table, records, passed = [], [], True
+    for frames in lengths:
+        state, request = draw(subject.spec, frames, characters(subject.model.name, frames))
+        candidates = {
+            "eager": lambda s=state, r=request: reference.sample(eager, r, s, program.schedule),
+            "ours": lambda s=state, r=request: runtime.sample(noise=s, program=program.name, **r),
+        }
+        error = difference(candidates["ours"](), candidates["eager"](), state)
+        if not error <= TOLERANCE:
+            raise SystemExit(f"{subject.title}, {frames} frames: ours and eager end {error:.2e} apart")
+        with torch.no_grad():
+            times = interleaved(
+                candidates,
+                options.rounds,
+                pause_s=options.pause_ms / 1e3,
+                warm_up=1,
+                on_round=lambda number, frames=frames: note(f"{frames} frames, round {number}"),  # type: ignore[misc]
+            )
+        speedup = times["ours"].speedup_over(times["eager"])
+        passed = passed and speedup >= FLOOR
+        for name, t in times.items():
+            ratio = t.speedup_over(times["eager"])
+            cells = [f"{1e3 * t.median:.1f}", f"{1e3 * t.p95:.1f}", f"{1e3 * t.median / steps:.2f}", f"{ratio:.2f}x"]
+            table.append([frames, name, *cells, f"{error:.1e}"])
+            records.append(
+                {
+                    "model": subject.model.name,
+                    "config": subject.model.config_name,
+                    "frames": frames,
+                    "text": characters(subject.model.name, frames),
+                    "program": program.name,
+                    "candidate": name,
+                    "kind": kind if name == "eager" else None,
+                    "rounds": options.rounds,
+                    "pause_ms": options.pause_ms,
+                    "median_ms": 1e3 * t.median,
+                    "p95_ms": 1e3 * t.p95,
+                    "speedup_over_eager": ratio,
+                    "difference": error,
+                }
+            )
+    append_json(options.json, "request", records)
+    columns = ["frames", "candidate", "ms", "p95 ms", "ms a step", "of eager", "difference"]
+    print_table(f"{subject.title}: a request of {steps} steps", columns, table)
+    print(f"{'PASS' if passed else 'SHORT'}: no request slower than eager (target {FLOOR:.2f}x)")
+    return 0 if passed or not options.gate else 6
+
+
+if __name__ == "__main__":
+    from voicehub_aot.errors import AotError
+
+    try:
+        sys.exit(main())
+    except AotError as error:
+        sys.exit(str(error))

@@ -1,0 +1,97 @@
+"""The whole of it on one machine: build Supertonic v3 with synthetic weights, prove it, sample it, show the numbers.
+
+    .venv/bin/python bench/demo.py
+
+Runs the command line, as a user would, in the folder demo/; then shows what the artifact's own report says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
+
+COMMAND = Path(sysconfig.get_path("scripts")) / "voicehub-aot"
+MIB = 2**20
+
+
+def run(*arguments: str) -> float:
+    """One command, its output where this one's goes. Returns its seconds; a failure ends the demo with its code."""
+    print(f"\n$ {shlex.join(['voicehub-aot', *arguments])}", flush=True)
+    start = time.perf_counter()
+    done = subprocess.run([COMMAND, *arguments], check=False)
+    if done.returncode:
+        print(f"demo: voicehub-aot {arguments[0]} ended with exit code {done.returncode}", file=sys.stderr)
+        sys.exit(done.returncode)
+    return time.perf_counter() - start
+
+
+def show(artifact: Path) -> None:
+    """The tables of its parity report."""
+    from timing import print_table
+
+    from voicehub_aot.artifacts import report as reports
+    from voicehub_aot.artifacts import store
+
+    report = reports.read_json(artifact / store.PARITY / "report.json")
+    manifest = store.read_manifest(artifact)
+    print()
+    print_table(
+        f"{report.model} {report.config}, {report.checkpoint} weights: one guided evaluation",
+        ["bucket", "engine ms", "eager ms", "engine is", "GFLOP/s"],
+        [[t.label, f"{t.engine_ms:.1f}", f"{t.eager_ms:.1f}", f"{t.speedup:.2f}x", f"{t.gflops:.1f}"]
+         for t in report.timings],
+    )  # fmt: skip
+    print("eager is this package's own module, not upstream's: bench/bench_step.py compares with upstream")
+    groups: dict[str, int] = {}
+    for name, entry in manifest.files.items():
+        group = name.partition("/")[0] if "/" in name else name
+        groups[group] = groups.get(group, 0) + entry.size
+    weights = sum(stage.weight_bytes for name, stage in manifest.stages.items() if name != "table")
+    rows = [*sorted(groups.items(), key=lambda item: -item[1]), ("all files", sum(groups.values()))]
+    print_table(
+        f"Sizes; prepare and step read {weights / MIB:.1f} MiB of weights",
+        ["part", "MiB", "of weights"],
+        [[name, f"{size / MIB:.1f}", f"{size / weights:.3f}"] for name, size in rows],
+    )
+    print_table(
+        "Parity, against float64; twice the distance of float32 eager is allowed",
+        ["check", "cases", "failed", "most of its budget"],
+        reports.summary(report),
+    )
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--config", default="supertonic-3", help="released size, or tiny (default %(default)s)")
+    arguments.add_argument("--buckets", default="64,128,250", help="default %(default)s")
+    arguments.add_argument("--folder", type=Path, default=Path("demo"), help="default %(default)s")
+    options = arguments.parse_args()
+    artifact = options.folder / "supertonic.aot"
+    options.folder.mkdir(exist_ok=True)
+    length = options.buckets.split(",")[0]
+    start = time.perf_counter()
+    seconds = {
+        "build": run(
+            "build", "supertonic", "--config", options.config, "--weights", "synthetic", "--buckets", options.buckets,
+            "--steps", "8,5", "-o", str(artifact), "--force",
+        ),
+        "verify": run("verify", str(artifact)),
+        "sample": run(
+            "sample", str(artifact), "--length", length, "--seed", "0", "--random",
+            "-o", str(options.folder / "latent.safetensors"),
+        ),
+    }  # fmt: skip
+    show(artifact)
+    parts = ", ".join(f"{name} {took:.0f} s" for name, took in seconds.items())
+    print(f"demo: {time.perf_counter() - start:.0f} s in all ({parts})")
+
+
+if __name__ == "__main__":
+    main()
