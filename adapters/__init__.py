@@ -76,8 +76,11 @@ class Adapter(Protocol):
     def formula_weights(self, config: Any) -> dict[str, torch.Tensor]:
         """Checkpoint entries that are formulas, not learned (a rotary table): synthetic weights keep them."""
 
-    def read_checkpoint(self, path: Path, config: str | None) -> tuple[Any, dict[str, torch.Tensor]]:
-        """File or folder as released -> (config, weights under released keys). `config` names one of CONFIGS."""
+    def read_checkpoint(self, path: Path, config: Any | None) -> tuple[Any, dict[str, torch.Tensor]]:
+        """File or folder as released -> (config, weights under released keys).
+
+        config: one of CONFIGS by name, or hyperparameters, for what a file cannot tell; None = find out.
+        """
 
     def region(self, config: Any, weights: Mapping[str, torch.Tensor]) -> Region:
         """The denoiser with these weights (released keys) loaded; CheckpointMismatch lists all that is wrong."""

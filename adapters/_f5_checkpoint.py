@@ -130,17 +130,18 @@ def _released_keys(file: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
-def _flags(file: Path, config: str | None, weights: Mapping[str, Tensor]) -> Config:
-    """The config whose flags hold for this file: the named one, else the one its path names."""
+def _flags(file: Path, config: str | Config | None, weights: Mapping[str, Tensor]) -> Config:
+    """The config whose flags hold for this file: the one given or named, else the one its path names."""
     kind = UNetTConfig if any(k.startswith(PREFIX + "layers.") for k in weights) else DiTConfig
     if config is not None:
-        if config not in CONFIGS:
+        if isinstance(config, str) and config not in CONFIGS:
             raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
-        if not isinstance(CONFIGS[config], kind):
+        given = CONFIGS[config] if isinstance(config, str) else config
+        if not isinstance(given, kind):
             raise CheckpointMismatch(
                 f"{file}: holds a {kind.__name__.removesuffix('Config')}, but --config {config} is the other backbone"
             )
-        return CONFIGS[config]
+        return given
     for part in reversed(file.absolute().parts):
         for name, known in CONFIGS.items():
             if name != "tiny" and name in part and isinstance(known, kind):
@@ -186,8 +187,8 @@ def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
     )
 
 
-def read_checkpoint(path: Path, config: str | None) -> tuple[Config, dict[str, Tensor]]:
-    file = _find(path, config)
+def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+    file = _find(path, config if isinstance(config, str) else None)
     weights = _released_keys(file, read_tensors(file))
     found = _sizes(weights, _flags(file, config, weights))
     if fault := _fault(found):

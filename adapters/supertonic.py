@@ -434,19 +434,19 @@ def _weights_file(path: Path) -> Path:
     raise CheckpointMismatch(f"{path}: wanted the released folder, with {' or '.join(map(str, candidates))}")
 
 
-def read_checkpoint(path: Path, config: str | None = None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(path: Path, config: str | Config | None = None) -> tuple[Config, dict[str, Tensor]]:
     """The released folder, its folder `onnx`, `vector_estimator.onnx`, or a .safetensors with the same keys.
 
     Without `config` the hyperparameters are those of the file. A .safetensors tells neither head counts nor factors:
     the released ones (text heads of width 64, two style heads, 4 and 3) are taken then.
     """
-    if config is not None and config not in CONFIGS:
+    if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"supertonic has no configuration {config!r}; known are {', '.join(CONFIGS)}")
     file = _weights_file(path)
     facts, weights = read_graph(file) if file.suffix == ".onnx" else ({}, read_tensors(file))
     values = {**sizes(str(file), weights), **facts}
     if config is not None:
-        chosen = CONFIGS[config]
+        chosen = CONFIGS[config] if isinstance(config, str) else config
         wrong = [f"{k} is {v!r}, wanted {getattr(chosen, k)!r}" for k, v in values.items() if getattr(chosen, k) != v]
         if wrong:
             raise CheckpointMismatch(f"{file}: not the configuration {config!r}: {'; '.join(wrong)}")

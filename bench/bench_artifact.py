@@ -32,10 +32,9 @@ MIB = 2**20
 
 def resident() -> dict[str, int]:
     """Bytes of this process."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return {
-        field.lower(): 1024 * int(line.split()[1]) for line in lines for field in ("Rss", "Pss") if field + ":" in line
-    }
+    fields = (line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    kilobytes = {name: int(value.split()[0]) for name, value in fields}
+    return {"rss": 1024 * kilobytes["Rss"], "pss": 1024 * kilobytes["Pss"]}
 
 
 def child(path: Path, lengths: list[int], characters: list[int], threads: int) -> None:

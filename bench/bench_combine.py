@@ -5,6 +5,11 @@ python bench/bench_combine.py
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
+
 import torch
 from timing import environment, interleaved, report
 

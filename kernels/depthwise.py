@@ -18,14 +18,24 @@ def depthwise(
     vectorised over D, with neither the padded copy nor the transposes that `conv1d` needs.
     """
     B, T, D = x.shape
-    rows = torch.arange(B, device=x.device)[:, None] * T
+    rows = torch.arange(B, device=x.device)[:, None]
     frames = torch.arange(T, device=x.device)[None, :]
     last = extent[:, None] - 1
-    flat = x.reshape(B * T, D)  # one index a frame: in eager mode twice as fast as x[rows, frames], and one ONNX Gather
     taps = torch.stack(weight.squeeze(1).unbind(-1))  # [k, D]; a transposed view would be read with stride k
     out = bias.expand(B, T, D)
     for j in range(taps.shape[0]):
         offset = (j - taps.shape[0] // 2) * dilation
-        source = rows + torch.minimum((frames + offset).clamp(min=0), last)
-        out = torch.addcmul(out, taps[j], F.embedding(source, flat))
+        source = torch.minimum((frames + offset).clamp(min=0), last)
+        out = torch.addcmul(out, taps[j], _gather(x, rows, source))
     return out
+
+
+def _gather(x: torch.Tensor, rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """x[b, source[b, n]]: x: [B, T, D], rows: [B, 1], source: [B, T] -> [B, T, D].
+
+    Compiled, two indices are best: a flat one costs an integer division per element. Eager, one flat index is twice
+    as fast.
+    """
+    if torch.compiler.is_exporting():
+        return x[rows, source]
+    return F.embedding(rows * x.shape[1] + source, x.flatten(0, 1))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from voicehub_aot import adapters
+from voicehub_aot import adapters, cli
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build
 from voicehub_aot.compilation import Options
@@ -68,3 +71,33 @@ def f5_shared(tmp_path_factory: pytest.TempPathFactory, engine_cache: Path) -> P
     """Another model, whose conditioning has frames and whose text is token ids; program euler-4."""
     output = tmp_path_factory.mktemp("artifacts") / "f5.aot"
     return built(output, "f5tts", (16, 32), (4,), "shared", "dynamic")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout; an error if there is anything else."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Runs `voicehub-aot ARGUMENTS` in this process, through its entry point."""
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["voicehub-aot", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return Ran(int(left.value.code or 0), printed.out, printed.err)
+
+    return run

@@ -113,6 +113,8 @@ def verify(
     from voicehub_aot.verify import verify as run_verify
 
     console.set_up_logging(verbose)
+    for path in (junit, html, report):
+        console.check_output(path)
     progress = console.ConsoleProgress()
     try:
         progress.stage(f"verify {artifact}")
@@ -120,14 +122,11 @@ def verify(
     finally:
         progress.close()
     if junit:
-        with console.writing(junit):
-            junit.write_text(reports.junit(result))
+        junit.write_text(reports.junit(result))
     if html:
-        with console.writing(html):
-            html.write_text(reports.html(result))
+        html.write_text(reports.html(result))
     if report:
-        with console.writing(report):
-            reports.write_json(result, report)
+        reports.write_json(result, report)
     if as_json:
         console.show_json(json.loads(result.model_dump_json()))
     else:

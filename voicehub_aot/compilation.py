@@ -22,6 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
+import sympy
 import torch
 from torch import fx
 
@@ -143,18 +144,36 @@ def _example_values(staged: Staged, sizes: Mapping[str, int]) -> dict[str, torch
     return values
 
 
-def _dynamic(job: Job, staged_dims: Mapping[str, Any]) -> list[dict[int, Any]]:
-    """torch.export dimensions of each input: fixed ones left out, expressions inferred."""
-    free = {name: dim for name, dim in staged_dims.items() if name not in job.bucket}
-    auto = torch.export.Dim.AUTO
+def _dynamic(job: Job, dims: Mapping[str, Any]) -> list[dict[int, Any]]:
+    """torch.export dimensions of each input; sizes that the bucket fixes are left out."""
     return [
         {
-            axis: free.get(size, auto)
+            axis: dynamic
             for axis, size in enumerate(value.shape)
-            if isinstance(size, str) and size not in job.bucket
+            if isinstance(size, str) and (dynamic := _dimension(size, job.bucket, dims)) is not None
         }
         for value in job.inputs
     ]
+
+
+def _dimension(size: str, fixed: Mapping[str, int], dims: Mapping[str, Any]) -> Any:
+    """The torch.export dimension of "frames", "2*frames + 1" or an expression that only torch can infer.
+
+    None if every name in it is fixed. torch.export wants a derived size spelled out beside the named one.
+    """
+    expression = sympy.sympify(size, locals={name: sympy.Symbol(name) for name in dims})
+    free = [s for s in expression.free_symbols if s.name not in fixed]
+    if not free:
+        return None
+    expression = expression.subs({name: value for name, value in fixed.items()})
+    if len(free) == 1:
+        line = sympy.Poly(expression, free[0]) if expression.is_polynomial(free[0]) else None
+        if line is not None and line.degree() == 1 and all(c.is_integer for c in line.all_coeffs()):
+            slope, offset = (int(c) for c in line.all_coeffs())
+            dim = dims[free[0].name]
+            dim = dim if slope == 1 else slope * dim
+            return dim if offset == 0 else dim + offset
+    return torch.export.Dim.AUTO
 
 
 def compile_all(

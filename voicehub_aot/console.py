@@ -11,13 +11,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,6 +25,9 @@ from voicehub_aot.compilation import Progress
 from voicehub_aot.errors import AotError, InternalError, UsageError
 
 INTERRUPTED = 130
+# click's base of everything wrong with arguments. typer brings click under another name since 0.26, and exports this
+# one descendant of it.
+CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 @cache
@@ -48,7 +50,7 @@ class ConsoleProgress(Progress):
             self._status.start()
 
     def _line(self, text: str) -> None:
-        stderr().print(f"[dim]{time.perf_counter() - self._start:7.1f} s[/]  {text}")
+        stderr().print(f"[dim]{time.perf_counter() - self._start:7.1f} s[/]  {text}", soft_wrap=True)
 
     def stage(self, text: str) -> None:
         self._line(escape(text))
@@ -87,18 +89,15 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
     stdout().print(table)
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around the writing of a file that the user named: UsageError if that is not possible there."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another path") from error
+def check_output(path: Path | None) -> None:
+    """Before the work: UsageError if a file that the user named cannot lie there."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"{path}: is a folder, or lies in none; give a file in a folder that exists")
 
 
 def say(text: str) -> None:
     """A remark beside the result."""
-    stderr().print(text, markup=False)
+    stderr().print(text, markup=False, soft_wrap=True)
 
 
 def set_up_logging(verbose: bool) -> None:
@@ -118,13 +117,14 @@ def run(command: Callable[[], Any]) -> int:
 
 def _failed(error: BaseException) -> int:
     match error:
-        case click.exceptions.Exit():
+        case typer.Exit():
             return int(error.exit_code)
-        case KeyboardInterrupt() | click.exceptions.Abort():
+        case KeyboardInterrupt() | typer.Abort():
             stderr().print("interrupted")
             return INTERRUPTED
-        case click.ClickException():
-            _report("UsageError", error.format_message())
+        case CLICK_ERROR():
+            if message := error.format_message():  # empty where help was shown instead
+                _report("UsageError", message)
             return 2
         case AotError() | InternalError():
             _report(type(error).__name__, str(error))
@@ -136,10 +136,10 @@ def _failed(error: BaseException) -> int:
     return InternalError.exit_code
 
 
-def after_result(error: AotError) -> click.exceptions.Exit:
+def after_result(error: AotError) -> typer.Exit:
     """For an error that comes when the result is shown: told on stderr alone, so stdout keeps its one document."""
     _tell(type(error).__name__, str(error))
-    return click.exceptions.Exit(error.exit_code)
+    return typer.Exit(error.exit_code)
 
 
 def _report(kind: str, message: str) -> None:
@@ -150,4 +150,4 @@ def _report(kind: str, message: str) -> None:
 
 def _tell(kind: str, message: str) -> None:
     stderr().print(f"[bold red]error[/] ({kind}): ", end="")
-    stderr().print(message, markup=False)
+    stderr().print(message, markup=False, soft_wrap=True)  # a path broken at column 80 cannot be searched for

@@ -36,7 +36,7 @@ def resolve(model: str, config: str | None, weights: str, values: Mapping[str, A
         return _model(adapter, config or adapter.DEFAULT_CONFIG, chosen, state, SYNTHETIC)
     files = adapter.HUB_FILES.get(config or adapter.DEFAULT_CONFIG, ())
     path = locate(weights, files)
-    found, state = adapter.read_checkpoint(path, config if config in adapter.CONFIGS else None)
+    found, state = adapter.read_checkpoint(path, config if config in adapter.CONFIGS else named)
     chosen = named if named is not None else found
     return _model(adapter, config or _config_name(adapter, chosen), chosen, state, weights)
 

@@ -65,10 +65,8 @@ class Runtime:
         name: str = "model",
         manifest: Manifest | None = None,
     ) -> None:
-        if overflow not in get_args(Overflow) or concurrency < 1:
-            raise OptionUnsupported(
-                f"{name}: overflow={overflow!r}, concurrency={concurrency!r}; wanted 'error' or 'run', and 1 or more"
-            )
+        if overflow not in get_args(Overflow):
+            raise OptionUnsupported(f"{name}: overflow={overflow!r} is not known; choose one of {get_args(Overflow)}")
         if overflow == "run" and shapes == "static":
             raise OptionUnsupported(f"{name}: overflow='run' needs a dynamic engine; this artifact has static buckets")
         self.spec, self.evaluator, self.programs = spec, evaluator, dict(programs)
@@ -89,7 +87,7 @@ class Runtime:
         guidance: float | None = None,
         **conditioning: Any,
     ) -> torch.Tensor:
-        """One whole request -> the final state, shaped like the noise, zero beyond each row's length.
+        """One whole request -> the final state, shaped like the noise, zero beyond each row's extent.
 
         noise: the region's state, or seed with lengths: row b is drawn from its own generator, seeded seed + b (or
         seed[b]), so the same seed gives the same bytes whatever else is in the batch. lengths: valid size of each
@@ -347,8 +345,8 @@ def load(
             "compiled code needs the same minor version: rebuild, or install that torch"
         )
     store.verify_files(root, manifest)
-    if threads is not None and threads < 1:
-        raise OptionUnsupported(f"{where}: threads={threads!r}, wanted 1 or more")
+    if (threads is not None and threads < 1) or concurrency < 1:
+        raise OptionUnsupported(f"{where}: threads={threads!r}, concurrency={concurrency!r}; wanted 1 or more of each")
     torch.set_num_threads(threads or usable_threads())
     programs = store.read_programs(root, manifest)
     tensors = store.map_tensors(root / store.WEIGHTS)
@@ -362,7 +360,7 @@ def load(
     if not prepare or not step:
         built = sorted({e.engine for e in manifest.engines})
         raise EngineUnavailable(f"{where}: engine {engine!r} was not built; built are {', '.join(built)}")
-    tables = {name: _table(name, tensors) for name in programs}
+    tables = {name: _table(program, manifest, tensors, where) for name, program in programs.items()}
     evaluator = StagedEvaluator(manifest.region, prepare[0], step, tables)
     return Runtime(
         manifest.region,
@@ -393,6 +391,14 @@ def table_key(program: str, value: str) -> str:
     return f"table/{program}/{value}"
 
 
-def _table(program: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    prefix = table_key(program, "")
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+def _table(
+    program: Program, manifest: Manifest, tensors: Mapping[str, torch.Tensor], where: str
+) -> dict[str, torch.Tensor]:
+    table = {}
+    for spec in manifest.stages["table"].outputs:
+        key, shape = table_key(program.name, spec.name), [len(program.times), *spec.shape]
+        have = tensors.get(key)
+        if have is None or list(have.shape) != shape or have.dtype != DTYPES[spec.dtype]:
+            raise ArtifactCorrupt(f"{where}: time table {key!r} is missing or not {spec.dtype} {shape}")
+        table[spec.name] = have
+    return table

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from voicehub_aot import parity
+from voicehub_aot import console, parity
 from voicehub_aot.artifacts import store
 from voicehub_aot.build import eager_runtime
 from voicehub_aot.errors import AotError, InputMismatch, UsageError
@@ -41,8 +41,7 @@ def sample_to_file(
     """Sample and write {"latent": …} to `output`, whole or not at all. Returns what was done, for display."""
     if random == (inputs is not None):
         raise UsageError("give either --inputs FILE with the conditioning, or --random for a first try")
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {str(output)!r}: its folder does not exist; create it, or give another")
+    console.check_output(output)
     start = time.perf_counter()
     runtime = load(artifact, threads=threads)
     opened = time.perf_counter()
@@ -101,7 +100,7 @@ def _random_conditioning(runtime: Runtime, lengths: Sequence[int], seed: int) ->
         name="random", check="evaluation", bucket={}, sizes=sizes, lengths=tuple(lengths), program="", row=None,
         guided=False, seed=seed, budget=0.0,
     )  # fmt: skip
-    drawn = parity.draw(spec, case, seed)
+    drawn = parity.draw(spec, case, seed % 2**63)  # the runtime checks the seed
     return {i.name: drawn[i.name] for i in spec.conditioning}
 
 

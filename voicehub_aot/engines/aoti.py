@@ -38,6 +38,8 @@ LIBRARY = FOLDER / "model.wrapper.so"
 METADATA = FOLDER / "model.wrapper_metadata.json"
 PACKED_MARK = "_linear_pointwise"  # the packed matrix product in generated code
 
+NOMINAL_THREADS = 16  # how deep loops are made parallel for; the number that runs them is known at run time
+
 _MADV_DONTNEED = 4
 
 
@@ -47,7 +49,9 @@ def options(weights: Weights, target: Target) -> dict[str, Any]:
         "aot_inductor.package": True,
         "aot_inductor.enable_line_tables": False,
         "cpp.dynamic_threads": True,  # else the build machine's thread count is burnt in
+        "cpp.threads": NOMINAL_THREADS,
         "cpp.march": target.isa,
+        "assert_indirect_indexing": False,  # indices are clamped in the graph or checked with the request
     }
     if target.isa in VECTOR_BITS:
         settings["cpp.simdlen"] = VECTOR_BITS[target.isa]
