@@ -165,7 +165,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    internal = argparse.ArgumentParser(add_help=False)
+    internal = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     internal.add_argument("--child", type=Path)
     internal.add_argument("--lengths")
     internal.add_argument("--text")

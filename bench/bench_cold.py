@@ -209,7 +209,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    internal = argparse.ArgumentParser(add_help=False)
+    internal = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     internal.add_argument("--child", choices=[ARTIFACT, EAGER, COMPILED])
     internal.add_argument("--folder", type=Path)
     known, _ = internal.parse_known_args()

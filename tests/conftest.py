@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from voicehub_aot import adapters, cli
+from voicehub_aot import adapters, cli, console
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build
 from voicehub_aot.compilation import Options
@@ -88,8 +88,11 @@ class Ran:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
     """Runs `voicehub-aot ARGUMENTS` in this process, through its entry point."""
+
+    monkeypatch.setenv("COLUMNS", "200")  # tables as on a wide terminal
+    console.stdout.cache_clear()
 
     def run(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["voicehub-aot", *map(str, arguments)])
@@ -100,4 +103,5 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         assert "Traceback" not in printed.err
         return Ran(int(left.value.code or 0), printed.out, printed.err)
 
-    return run
+    yield run
+    console.stdout.cache_clear()

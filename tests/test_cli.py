@@ -24,6 +24,7 @@ from voicehub_aot.runtime import load
 from voicehub_aot.synthetic import synthetic_weights
 
 Command = Callable[..., Ran]
+ALONE = ("--threads", 1)  # threads that wait for each other on a busy machine make tiny work slow
 GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).with_name("golden")))
 
 
@@ -74,7 +75,14 @@ def test_an_interrupted_command_returns_130(command: Command, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["models", "--nonsense"], ["inspect"], ["buckets", "x.json", "--max", "y"]]
+    "arguments",
+    [
+        ["nonsense"],
+        ["models", "--nonsense"],
+        ["inspect"],
+        ["buckets", "--histogram", "x.json", "--max", "y"],
+        ["buckets"],
+    ],
 )
 def test_what_is_no_command_option_or_number_is_a_usage_error(command: Command, arguments: list[str]) -> None:
     ran = command(*arguments)
@@ -93,10 +101,10 @@ def test_help_is_shown_without_arguments_and_lists_every_command(command: Comman
 
 BUILD = ("build", "supertonic", "--config", "tiny", "--weights", "synthetic", "--buckets", "16", "--steps", "2")
 WRONG: list[tuple[str, list[str], int, str]] = [
-    ("model", ["build", "no_such", "--weights", "synthetic"], 2, "model 'no_such' is not known; known are f5tts, superto"),
+    ("model", ["build", "no_such", "--weights", "synthetic"], 2, "model 'no_such' is not known; known are f5tts, "),
     ("config", [*BUILD, "--config", "huge"], 2, "config 'huge' is not known; known are supertonic-3, supertonic-2"),
     ("config file", [*BUILD, "--config", "absent.json"], 2, "--config 'absent.json': unreadable"),
-    ("no checkpoint", ["build", "supertonic"], 2, "give --checkpoint PATH, --checkpoint hf:owner/name, or --weights synth"),
+    ("no checkpoint", ["build", "supertonic"], 2, "give --checkpoint PATH, --checkpoint hf:owner/"),
     ("no steps", [*BUILD, "--steps", "0"], 2, "--steps '0': wanted different step counts of at least 1"),
     ("negative steps", [*BUILD, "--steps", "-3"], 2, "--steps '-3'"),
     ("words for steps", [*BUILD, "--steps", "a few"], 2, "--steps 'a few'"),
@@ -108,14 +116,15 @@ WRONG: list[tuple[str, list[str], int, str]] = [
     ("weights mode", [*BUILD, "--weights-mode", "nonsense"], 4, "--weights-mode 'nonsense'"),
     ("shapes", [*BUILD, "--shapes", "nonsense"], 4, "--shapes 'nonsense'"),
     ("packed and static", [*BUILD, "--shapes", "static"], 4, "--shapes static needs --weights-mode shared"),
-    ("target", [*BUILD, "--target", "cuda:sm_90"], 4, "--target 'cuda:sm_90' is not supported; choose one of cpu:x86-64-v3"),
+    ("target", [*BUILD, "--target", "cuda:sm_90"], 4, "--target 'cuda:sm_90' is not supported; choose "),
     ("jobs", [*BUILD, "--jobs", "0"], 2, "--jobs 0: wanted 1 or more"),
-    ("bucket over the maximum", [*BUILD, "--buckets", "101"], 2, "frames buckets [101] lie outside 1..100"),
-    ("bucket of nothing", [*BUILD, "--buckets", "0"], 2, "--buckets '0'"),
+    ("bucket over the maximum", [*BUILD, "--buckets", "text=101"], 2, "text buckets [101] lie outside 1..100"),
+    ("bucket of nothing", [*BUILD, "--buckets", "text=0"], 2, "--buckets 'text=0'"),
+    ("bucket twice", [*BUILD, "--buckets", "8"], 2, "axis 'frames' is given twice"),
     ("bucket axis", [*BUILD, "--buckets", "width=3"], 2, "unknown axis 'width'; this model has batch, frames, text"),
     ("histogram and buckets", [*BUILD, "--histogram", "lengths.json"], 2, "give either --buckets or --histogram"),
     ("absent histogram", ["build", "supertonic", "--weights", "synthetic", "--histogram", "x"], 2, "x: unreadable"),
-    ("absent checkpoint", [*BUILD, "--weights", "absent.safetensors"], 5, "checkpoint 'absent.safetensors' does not exist"),
+    ("absent checkpoint", [*BUILD, "--weights", "absent.safetensors"], 5, "'absent.safetensors' does not exist"),
     ("no hub id", [*BUILD, "--weights", "hf:nobody"], 5, "'hf:nobody' is no hub id; wanted hf:owner/name"),
     ("offline hub", [*BUILD, "--weights", "hf:no/body"], 5, "HF_HUB_OFFLINE is set; check the id and the network"),
     ("empty checkpoint", [*BUILD, "--weights", "empty.safetensors"], 5, "empty.safetensors: unreadable"),
@@ -129,7 +138,7 @@ WRONG: list[tuple[str, list[str], int, str]] = [
     ("existing output", [*BUILD, "--output", "prose.txt"], 2, "prose.txt exists; give another --output, or --force"),
     ("absent options", [*BUILD, "--from", "absent.toml"], 2, "--from 'absent.toml': unreadable"),
     ("options of prose", [*BUILD, "--from", "prose.txt"], 2, "--from 'prose.txt': unreadable"),
-    ("unknown option", [*BUILD, "--from", "unknown.toml"], 2, "stepz: Extra inputs are not permitted; known are config,"),
+    ("unknown option", [*BUILD, "--from", "unknown.toml"], 2, "stepz: Extra inputs are not permitted; known "),
     ("option of another kind", [*BUILD, "--from", "kind.toml"], 2, "jobs: Input should be a valid integer"),
 ]  # fmt: skip
 
@@ -259,19 +268,19 @@ def test_a_path_with_brackets_is_shown_as_it_is(supertonic_packed: Path, command
 
 def test_buckets_compares_with_powers_of_two(command: Command, tmp_path: Path) -> None:
     (tmp_path / "lengths.json").write_text(json.dumps([100] * 9 + [250]))
-    found = command("buckets", tmp_path / "lengths.json", "--max", 2, "--json").document
+    found = command("buckets", "--histogram", tmp_path / "lengths.json", "--max", 2, "--json").document
     assert found["chosen"] == {"buckets": [100, 250], "waste": 0.0}
     assert found["powers of two"]["waste"] > 0.2
-    assert "100,250" in command("buckets", tmp_path / "lengths.json", "--max", 2).out
+    assert "100,250" in command("buckets", "--histogram", tmp_path / "lengths.json", "--max", 2).out
     (tmp_path / "none.json").write_text("[]")
-    assert command("buckets", tmp_path / "none.json").code == 2
+    assert command("buckets", "--histogram", tmp_path / "none.json").code == 2
 
 
 # --- sample
 
 
 def test_a_random_sample_writes_one_tensor(supertonic_packed: Path, command: Command, tmp_path: Path) -> None:
-    asked = ("sample", supertonic_packed, "--random", "--length", 8, "--length", 5, "--seed", 3)
+    asked = ("sample", supertonic_packed, *ALONE, "--random", "--length", 8, "--length", 5, "--seed", 3)
     told = command(*asked, "-o", tmp_path / "one.safetensors", "--json").document
     one = load_file(tmp_path / "one.safetensors")
     assert list(one) == ["latent"]
@@ -293,13 +302,15 @@ def test_a_sample_from_a_file_is_what_the_runtime_gives(f5_shared: Path, command
     }
     save_file(inputs, tmp_path / "in.safetensors")
     files = ("--inputs", tmp_path / "in.safetensors", "-o", tmp_path / "out.safetensors")
-    assert command("sample", f5_shared, *files, "--length", 9, "--seed", 4, "--guidance", 1.5).code == 0
-    want = load(f5_shared).sample(seed=4, lengths=[9], guidance=1.5, **inputs)
+    assert command("sample", f5_shared, *ALONE, *files, "--length", 9, "--seed", 4, "--guidance", 1.5).code == 0
+    want = load(f5_shared, threads=1).sample(seed=4, lengths=[9], guidance=1.5, **inputs)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["latent"], want)
     noise = torch.randn(1, 9, 20, generator=generator)
     save_file({**inputs, "noise": noise}, tmp_path / "in.safetensors")
-    assert command("sample", f5_shared, *files).code == 0
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["latent"], load(f5_shared).sample(noise=noise, **inputs))
+    assert command("sample", f5_shared, *ALONE, *files).code == 0
+    assert torch.equal(
+        load_file(tmp_path / "out.safetensors")["latent"], load(f5_shared, threads=1).sample(noise=noise, **inputs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -317,8 +328,12 @@ def test_a_sample_from_a_file_is_what_the_runtime_gives(f5_shared: Path, command
         (["--random", "--length", 8, "--guidance", "1e38"], 2, "the result is not finite with guidance=1e+38"),
         (["--random", "--length", 8, "--threads", 0], 4, "threads=0"),
         (["--random", "--length", 8, "--seed", 2**64], 2, "seed=18446744073709551616"),
-        (["--random", "--length", 8, "-o", "absent/out.safetensors"], 2, "its folder does not exist"),
-        (["--random", "--length", 8, "-o", "."], 2, "cannot be written"),
+        (
+            ["--random", "--length", 8, "-o", "absent/out.safetensors"],
+            2,
+            "absent/out.safetensors: is a folder, or lies in",
+        ),
+        (["--random", "--length", 8, "-o", "."], 2, ".: is a folder"),
         (["--inputs", "absent.safetensors", "--length", 8], 2, "--inputs 'absent.safetensors': unreadable"),
         (["--inputs", "some.safetensors", "--length", 8], 2, "missing ['style_ttl', 'text_emb']"),
         (["--inputs", "lengths.safetensors", "--length", 8], 2, "holds ['lengths']; give these as options"),
@@ -334,7 +349,7 @@ def test_a_sample_that_cannot_be_says_so_and_writes_nothing(
     save_file({"other": torch.zeros(1)}, "some.safetensors")
     save_file({"lengths": torch.tensor([8])}, "lengths.safetensors")
     before = everything(tmp_path)
-    ran = command("sample", supertonic_packed, "-o", "out.safetensors", *options, "--json")
+    ran = command("sample", supertonic_packed, *ALONE, "-o", "out.safetensors", *options, "--json")
     assert (ran.code, words in ran.err) == (code, True), ran.err
     assert set(ran.document) == {"error"}
     assert everything(tmp_path) == before
@@ -360,7 +375,9 @@ def test_verify_passes_what_was_built_and_writes_every_report(
     f5_shared: Path, command: Command, tmp_path: Path
 ) -> None:
     reports = [tmp_path / name for name in ("parity.xml", "parity.html", "parity.json")]
-    ran = command("verify", f5_shared, "--junit", reports[0], "--html", reports[1], "--report", reports[2], "--json")
+    ran = command(
+        "verify", f5_shared, *ALONE, "--junit", reports[0], "--html", reports[1], "--report", reports[2], "--json"
+    )
     assert ran.code == 0, ran.err
     assert ran.document["rows"]
     assert all(row["passed"] for row in ran.document["rows"])
@@ -369,12 +386,12 @@ def test_verify_passes_what_was_built_and_writes_every_report(
     assert suite.get("failures") == "0"
     assert "PASSED" in reports[1].read_text()
     assert json.loads(reports[2].read_text()) == ran.document
-    assert "trajectory" in command("verify", f5_shared).out
+    assert "trajectory" in command("verify", f5_shared, *ALONE).out
 
 
 def test_verify_fails_what_drifted(f5_shared: Path, command: Command, tmp_path: Path) -> None:
     copy = drifted(f5_shared, tmp_path)
-    ran = command("verify", copy, "--junit", tmp_path / "parity.xml", "--json")
+    ran = command("verify", copy, *ALONE, "--junit", tmp_path / "parity.xml", "--json")
     assert ran.code == 3
     failed = [row for row in ran.document["rows"] if not row["passed"]]
     assert {row["check"] for row in failed} >= {"evaluation", "trajectory", "padding"}
@@ -385,7 +402,7 @@ def test_verify_fails_what_drifted(f5_shared: Path, command: Command, tmp_path: 
 def test_a_report_that_cannot_be_written_is_a_usage_error(f5_shared: Path, command: Command, tmp_path: Path) -> None:
     for flag in ("--junit", "--html", "--report"):
         ran = command("verify", f5_shared, flag, tmp_path / "absent" / "parity")
-        assert (ran.code, "cannot be written" in ran.err) == (2, True)
+        assert (ran.code, "lies in none" in ran.err) == (2, True)
 
 
 # --- replay
@@ -427,10 +444,10 @@ def test_replay_of_nothing_or_on_an_unknown_engine_passes_nothing(command: Comma
 
 
 def test_bench_times_every_bucket_and_a_gate_can_fail(f5_shared: Path, command: Command) -> None:
-    rows = command("bench", f5_shared, "--json").document
+    rows = command("bench", f5_shared, *ALONE, "--json").document
     assert [row["bucket"] for row in rows] == ["frames=16", "frames=32"]
     assert all(row["engine_ms"] > 0 and row["speedup"] is None for row in rows)
-    ran = command("bench", f5_shared, "--checkpoint", "synthetic", "--min-speedup", 1000, "--json")
+    ran = command("bench", f5_shared, *ALONE, "--checkpoint", "synthetic", "--min-speedup", 1000, "--json")
     assert ran.code == 6
     assert all(row["eager_ms"] > 0 and row["speedup"] < 1000 for row in ran.document)
     assert "wanted at least 1000.0x" in ran.err
@@ -467,11 +484,11 @@ def test_a_finetune_gets_its_artifact_without_a_compiler(f5_shared: Path, comman
     libraries = [name for name in before.files if name.startswith(store.ENGINES)]
     assert len(libraries) == 4
     assert all((f5_shared / name).read_bytes() == (output / name).read_bytes() for name in libraries)
-    old, new = load(f5_shared), load(output)
+    old, new = load(f5_shared, threads=1), load(output, threads=1)
     inputs: dict[str, Any] = {"cond": torch.zeros(1, 8, 20), "text": torch.ones(1, 5, dtype=torch.int64)}
     change = new.sample(seed=1, lengths=[8], **inputs) - old.sample(seed=1, lengths=[8], **inputs)
     assert change.abs().max() > 0.01
-    assert command("verify", output).code == 0
+    assert command("verify", output, *ALONE).code == 0
 
 
 def test_packed_weights_cannot_be_replaced(supertonic_packed: Path, command: Command, tmp_path: Path) -> None:

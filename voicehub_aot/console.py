@@ -25,8 +25,7 @@ from voicehub_aot.compilation import Progress
 from voicehub_aot.errors import AotError, InternalError, UsageError
 
 INTERRUPTED = 130
-# click's base of everything wrong with arguments. typer brings click under another name since 0.26, and exports this
-# one descendant of it.
+# click's base of everything wrong with arguments. Newer typer carries its own click, and exports one descendant of it.
 CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -123,7 +122,7 @@ def _failed(error: BaseException) -> int:
             stderr().print("interrupted")
             return INTERRUPTED
         case CLICK_ERROR():
-            if message := error.format_message():  # empty where help was shown instead
+            if message := error.format_message():  # type: ignore[attr-defined]  # empty where help was shown instead
                 _report("UsageError", message)
             return 2
         case AotError() | InternalError():

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import importlib.util
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from voicehub_aot import adapters
 from voicehub_aot.adapters import supertonic
+from voicehub_aot.build import eager_runtime
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.golden import Case, find_cases, read_case
 from voicehub_aot.guidance import EQUATIONS
 from voicehub_aot.region import Region
+from voicehub_aot.runtime import Runtime
 from voicehub_aot.synthetic import synthetic_weights
-
-onnx = pytest.importorskip("onnx")
-
-_spec = importlib.util.spec_from_file_location("eager_sampler", Path(__file__).with_name("eager_sampler.py"))
-assert _spec is not None and _spec.loader is not None
-eager_sampler = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(eager_sampler)
-EagerSampler = eager_sampler.EagerSampler
 
 GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).parents[1] / "golden"))
 CASES = find_cases(GOLDEN, "supertonic")
@@ -46,8 +40,8 @@ def case_region(case: Case) -> Region:
     return supertonic.region(config, weights)
 
 
-def case_sampler(case: Case) -> Any:
-    return EagerSampler(case_region(case), [supertonic.case_program(case)])
+def case_sampler(case: Case) -> Runtime:
+    return eager_runtime(case_region(case), [supertonic.case_program(case)], case.name)
 
 
 @pytest.fixture(scope="module", params=TINY)
