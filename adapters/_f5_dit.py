@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from voicehub_aot.kernels.attention import attention, key_bias
+from voicehub_aot.kernels.mish import mish
+from voicehub_aot.kernels.rotary import in_halves_order, rotate_halves, rotate_pairs
 
 Rope = tuple[Tensor, Tensor]
 
@@ -90,20 +92,11 @@ class RotaryEmbedding(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, rope: Rope, heads: int) -> Tensor:
-    """x: [B, T, H, E]. Turns channel pairs (2 j, 2 j + 1) of the first `heads` heads, float32."""
-    cos, sin = rope
-    pairs = x[:, :, :heads].view(*x.shape[:2], -1, x.shape[3] // 2, 2)
-    even, odd = pairs.unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return turned if heads >= x.shape[2] else torch.cat((turned, x[:, :, heads:]), dim=2)
-
-
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         inner = config.heads * config.dim_head
-        self.heads = config.heads
+        self.heads, self.dim_head = config.heads, config.dim_head
         self.rotated = config.heads if config.pe_attn_head is None else config.pe_attn_head
         self.to_q = nn.Linear(config.dim, inner)
         self.to_k = nn.Linear(config.dim, inner)
@@ -115,12 +108,28 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, bias: Tensor, inside: Tensor) -> Tensor:
         """x: [B, T, D]; bias: [B, 1, 1, T] from `key_bias`; inside: [B, T, 1] 1.0 = real -> [B, T, D], 0 elsewhere."""
         heads = (*x.shape[:2], self.heads, -1)
-        query, key, value = (linear(x).view(heads) for linear in (self.to_q, self.to_k, self.to_v))
-        query = rotate(self.q_norm(query), rope, self.rotated)
-        key = rotate(self.k_norm(key), rope, self.rotated)
+        query, key = (
+            self.rotated_heads(x, self.to_q, self.q_norm, rope),
+            self.rotated_heads(x, self.to_k, self.k_norm, rope),
+        )
+        value = self.to_v(x).view(heads)
         mixed = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias)
         out: Tensor = self.to_out[0](mixed.transpose(1, 2).flatten(2))
         return out * inside
+
+    def rotated_heads(self, x: Tensor, linear: nn.Linear, norm: nn.Module, rope: Rope) -> Tensor:
+        """x: [B, T, D] -> [B, T, H, E], normed per head and rotated. Exported, channels come in halves order."""
+        weight, bias, gain = linear.weight, linear.bias, getattr(norm, "weight", None)
+        width, rotate = self.dim_head, rotate_pairs
+        if torch.compiler.is_exporting():
+            weight, bias, rotate = in_halves_order(weight, width), in_halves_order(bias, width), rotate_halves
+            gain = in_halves_order(gain, width) if gain is not None else None
+        heads = F.linear(x, weight, bias).unflatten(-1, (self.heads, width))
+        if gain is not None:
+            heads = F.rms_norm(heads, (width,), gain, eps=1e-6)
+        if self.rotated >= self.heads:
+            return rotate(heads, *rope)
+        return torch.cat((rotate(heads[:, :, : self.rotated], *rope), heads[:, :, self.rotated :]), dim=2)
 
 
 class FeedForward(nn.Module):
@@ -209,13 +218,13 @@ class ConvPositionEmbedding(nn.Module):
         def conv() -> nn.Conv1d:
             return nn.Conv1d(dim, dim, kernel, groups=groups, padding=kernel // 2)
 
-        self.conv1d = nn.Sequential(conv(), nn.Mish(), conv(), nn.Mish())
+        self.conv1d = nn.ModuleDict({"0": conv(), "2": conv()})  # Mish stands at upstream's places 1 and 3
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         mask = mask.transpose(1, 2)
         x = x.transpose(1, 2) * mask
-        x = self.conv1d[1](self.conv1d[0](x)) * mask
-        x = self.conv1d[3](self.conv1d[2](x)) * mask
+        for place in ("0", "2"):
+            x = mish(self.conv1d[place](x)) * mask
         return x.transpose(1, 2)
 
 

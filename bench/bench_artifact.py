@@ -52,8 +52,9 @@ def child(path: Path, lengths: list[int], characters: list[int], threads: int) -
     program = min(runtime.programs.values(), key=lambda p: len(p.times))
     for frames, count in zip(lengths, characters, strict=True):
         state, request = draw(runtime.spec, frames, count)
-        runtime.sample(noise=state, program=program.name, **request)
-        del state, request
+        conditioning: dict[str, Any] = dict(request)
+        runtime.sample(noise=state, program=program.name, **conditioning)
+        del state, request, conditioning
         seen[f"{frames} frames"] = resident()
     print(json.dumps(seen))
 
@@ -172,8 +173,8 @@ if __name__ == "__main__":
     internal.add_argument("--threads", type=int)
     known, _ = internal.parse_known_args()
     if known.child:
-        sizes = [[int(n) for n in text.split(",")] for text in (known.lengths, known.text)]
-        child(known.child, *sizes, known.threads)
+        sizes, texts = ([int(n) for n in text.split(",")] for text in (known.lengths, known.text))
+        child(known.child, sizes, texts, known.threads)
         sys.exit(0)
     from voicehub_aot.errors import AotError
 

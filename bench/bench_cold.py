@@ -79,7 +79,7 @@ def sample_plain(facts: dict[str, Any], folder: Path, compiled: bool) -> Callabl
 
     weights = load_file(folder / WEIGHTS)
     module = reference.plain(facts["model"], facts["config"], facts["guidance"], weights)
-    step = torch.compile(module, dynamic=False) if compiled else module
+    step: Any = torch.compile(module, dynamic=False) if compiled else module
     return lambda state, request: reference.sample(step, request, state, facts["schedule"])
 
 

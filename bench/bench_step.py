@@ -64,7 +64,7 @@ Step = Callable[[], Tensor]
 
 def onnx_session(module: torch.nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Step:
     """The module exported whole at these sizes, behind onnxruntime with as many threads as torch."""
-    import onnxruntime
+    import onnxruntime  # type: ignore[import-untyped]
 
     path = folder / "step.onnx"
     with torch.no_grad():
@@ -215,7 +215,10 @@ def main() -> int:
 
     print(f"{subject.title}: one step, {subject.rows} packed rows; eager is {kind or 'left out'}")
     print(environment())
-    table, records, lines, passed = [], [], [], True
+    table: list[list[object]] = []
+    records: list[dict[str, Any]] = []
+    lines: list[str] = []
+    passed = True
     for frames in lengths:
         with torch.no_grad(), TemporaryDirectory() as scratch:
             steps, errors, seconds = candidates_at(subject, chosen, runtimes, modules, frames, Path(scratch))

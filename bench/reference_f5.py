@@ -39,7 +39,8 @@ class GRN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gx = torch.norm(x, p=2, dim=1, keepdim=True)
         nx = gx / (gx.mean(dim=-1, keepdim=True) + 1e-6)
-        return self.gamma * (x * nx) + self.beta + x
+        out: Tensor = self.gamma * (x * nx) + self.beta + x
+        return out
 
 
 class ConvNeXtV2Block(nn.Module):
@@ -53,7 +54,8 @@ class ConvNeXtV2Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.dwconv(x.transpose(1, 2)).transpose(1, 2))
-        return x + self.pwconv2(self.grn(F.gelu(self.pwconv1(y))))
+        out: Tensor = x + self.pwconv2(self.grn(F.gelu(self.pwconv1(y))))
+        return out
 
 
 class TextEmbedding(nn.Module):
@@ -124,7 +126,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    x1, x2 = x.unflatten(-1, (-1, 2)).unbind(dim=-1)
+    x1, x2 = x.view(*x.shape[:-1], -1, 2).unbind(dim=-1)
     return torch.stack((-x2, x1), dim=-1).flatten(-2)
 
 
@@ -325,7 +327,7 @@ class UpstreamStep(nn.Module):
     def forward(self, x: Tensor, cond: Tensor, text: Tensor, time: Tensor, dt: Tensor) -> Tensor:
         packed = self.transformer(x=x, cond=cond, text=text, time=time, mask=None, cfg_infer=True, cache=True)
         pred, null_pred = torch.chunk(packed, 2, dim=0)
-        return x + dt * (pred + (pred - null_pred) * self.cfg_strength)  # type: ignore[no-any-return]
+        return x + dt * (pred + (pred - null_pred) * self.cfg_strength)
 
     def prepare(self, request: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
         self.transformer.clear_cache()  # type: ignore[operator]
@@ -342,7 +344,7 @@ def upstream(config: Any, cfg_strength: float, weights: Mapping[str, Tensor]) ->
     absent = [name for name in UNRELATED if importlib.util.find_spec(name.partition(".")[0]) is None]
     sys.modules.update({name: _StandIn(name) for name in absent})
     try:
-        from f5_tts.model import DiT
+        from f5_tts.model import DiT  # type: ignore[import-not-found]
     except ModuleNotFoundError:
         return None
     finally:

@@ -40,7 +40,8 @@ class ConvNeXt(nn.Module):
         y = self.dwconv(F.pad(x, (self.pad, self.pad), mode="replicate")) * mask
         y = self.norm(y.transpose(1, 2)).transpose(1, 2)
         y = self.gamma * self.pwconv2(F.gelu(self.pwconv1(y)))
-        return (x + y) * mask
+        out: Tensor = (x + y) * mask
+        return out
 
 
 class ConvNeXtStack(nn.Module):
@@ -226,7 +227,8 @@ class Graph(nn.Module):
             )
             c, u = both[:rows], both[rows:]
             velocity = c * self.config.guidance_cond - u * self.config.guidance_uncond
-        return (noisy_latent + velocity * total_step.reciprocal().reshape(-1, 1, 1)) * latent_mask
+        latent: Tensor = (noisy_latent + velocity * total_step.reciprocal().reshape(-1, 1, 1)) * latent_mask
+        return latent
 
     def prepare(self, request: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
         """What the loop holds over the steps: nothing is computed, the graph takes everything anew."""

@@ -90,7 +90,8 @@ class Subject:
         return ("upstream's own module", own) if own else ("upstream's computation in plain torch", self.plain())
 
     def program(self, steps: int) -> Program:
-        return next((p for p in self.programs if p.steps == steps), None) or self.adapter.program(steps)  # type: ignore[no-any-return]
+        """A built one."""
+        return next(p for p in self.programs if p.steps == steps)
 
 
 def resolve(name: str, config: str | None, steps: Sequence[int] = ()) -> Subject:

@@ -383,7 +383,11 @@ def _open(
         have = tensors.get(name)
         if have is None or list(have.shape) != list(spec.shape) or have.dtype != DTYPES[spec.dtype]:
             raise ArtifactCorrupt(f"{where}: weight {name!r} is missing or not {spec.dtype} {list(spec.shape)}")
-    return aoti.open_stage(root / entry.path, manifest.weights_mode, tensors, runners, where)
+    library = f"{entry.path}/{aoti.LIBRARY.as_posix()}"
+    if library not in manifest.files:
+        raise ArtifactCorrupt(f"{where}: {aoti.LIBRARY} is missing; rebuild the artifact")
+    folder = store.pinned(root / entry.path, root / library, manifest.files[library].sha256)
+    return aoti.open_stage(folder, manifest.weights_mode, tensors, runners, where)
 
 
 def table_key(program: str, value: str) -> str:

@@ -361,4 +361,4 @@ def test_export_with_dynamic_rows_frames_and_tokens(name: str) -> None:
     exported = torch.export.export(region.module, (), example, dynamic_shapes=shapes, strict=False).module()
     for frames, count in ((1, 1), (37, 1), (37, 3), (5, 2)):
         inputs = request(config, frames, count)
-        torch.testing.assert_close(exported(**inputs), region.module(**inputs), atol=1e-6, rtol=0)
+        torch.testing.assert_close(exported(**inputs), region.module(**inputs), atol=5e-6, rtol=0)
