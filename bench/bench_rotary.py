@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
 
 import torch
 from timing import environment, interleaved, report

@@ -71,7 +71,8 @@ def test_an_interrupted_command_returns_130(command: Command, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr("voicehub_aot.inspection.doctor", interrupted)
-    assert command("doctor").code == 130
+    ran = command("doctor")
+    assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -153,10 +153,43 @@ def test_every_command_returns_5_for_a_damaged_artifact(
 def test_a_whole_copy_elsewhere_is_the_artifact(supertonic_shared: Path, tmp_path: Path) -> None:
     """What every test above relies on; and that paths inside are relative."""
     shutil.copytree(supertonic_shared, tmp_path / "a" / "b.aot")
-    moved, original = load(tmp_path / "a" / "b.aot", threads=1), load(supertonic_shared, threads=1)
-    given = {"text_emb": torch.ones(1, 24, 5), "style_ttl": torch.ones(1, 7, 24)}
-    results = [r.sample(seed=1, lengths=[8], **given) for r in (moved, original)]
-    assert torch.equal(*results)
+    assert torch.equal(constant_result(tmp_path / "a" / "b.aot"), constant_result(supertonic_shared))
+
+
+# --- artifacts that move or change under a process that has them open
+
+
+def constant_result(artifact: Path) -> torch.Tensor:
+    """What `artifact` makes of conditioning of ones."""
+    runtime = load(artifact, threads=1)
+    sizes: dict[str | int, int] = {"B": 1, "frames": 8, "text": 5}
+    given = {
+        i.name: torch.ones([sizes.get(s, s) for s in i.shape], dtype=i.torch_dtype) for i in runtime.spec.conditioning
+    }
+    return runtime.sample(seed=1, lengths=[8], **given)
+
+
+def test_an_artifact_that_was_moved_opens_at_its_new_place(copy: Path) -> None:
+    before = constant_result(copy)
+    moved = copy.rename(copy.with_name("moved.aot"))
+    assert torch.equal(constant_result(moved), before)
+
+
+def test_another_artifact_at_the_same_place_is_not_taken_for_its_predecessor(copy: Path, f5_shared: Path) -> None:
+    constant_result(copy)
+    shutil.rmtree(copy)
+    shutil.copytree(f5_shared, copy)
+    assert torch.equal(constant_result(copy), constant_result(f5_shared))
+
+
+def test_an_engine_that_was_overwritten_while_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / LIBRARY).write_text("in use")
+    name = store.pinned(tmp_path, tmp_path / LIBRARY, "digest")
+    assert (name / LIBRARY).read_text() == "in use"
+    assert store.pinned(tmp_path, tmp_path / LIBRARY, "digest") == name
+    (tmp_path / LIBRARY).write_text("overwritten")
+    with pytest.raises(ArtifactCorrupt, match="was overwritten while this process had it open; restart"):
+        store.pinned(tmp_path, tmp_path / LIBRARY, "another digest")
 
 
 # --- built wrongly: digests are right, the content is not

@@ -111,6 +111,8 @@ def run(command: Callable[[], Any]) -> int:
         if os.environ.get("VOICEHUB_AOT_DEBUG"):
             traceback.print_exc()
         return _failed(error)
+    if result == INTERRUPTED:  # newer typer turns the interrupt itself into this code
+        stderr().print("interrupted")
     return result if isinstance(result, int) else 0
 
 
