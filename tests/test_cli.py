@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -32,6 +35,15 @@ def everything(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*")}
 
 
+def program(*arguments: object) -> list[str]:
+    return [str(Path(sys.executable).with_name("voicehub-aot")), *map(str, arguments)]
+
+
+def finished(*arguments: object) -> Ran:
+    done = subprocess.run(program(*arguments), capture_output=True, text=True, timeout=900, check=False)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
 # --- exit codes of the program itself
 
 
@@ -45,14 +57,14 @@ def everything(folder: Path) -> set[str]:
     ],
 )
 def test_the_installed_program_returns_the_documented_code(
-    arguments: list[str], code: int, words: str, tmp_path: Path
+    arguments: list[str], code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = Path(sys.executable).with_name("voicehub-aot")
-    done = subprocess.run([program, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == code, done.stderr
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == (f"{voicehub_aot.__version__}\n" if code == 0 else "")
+    monkeypatch.chdir(tmp_path)
+    ran = finished(*arguments)
+    assert ran.code == code, ran.err
+    assert words in ran.err
+    assert "Traceback" not in ran.err
+    assert ran.out == (f"{voicehub_aot.__version__}\n" if code == 0 else "")
 
 
 def test_our_own_bugs_are_told_apart_from_mistakes(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,48 +192,91 @@ def test_a_build_that_cannot_be_says_so_and_writes_nothing(
 # --- build, end to end
 
 
+@dataclass(frozen=True)
+class Built:
+    """output: built by `ran`, after a builder of it was killed, which had left what `left` names."""
+
+    output: Path
+    killed: int | None
+    refused: Ran
+    left: list[str]
+    ran: Ran
+
+
+def start_build(output: Path, *options: object) -> subprocess.Popen[str]:
+    """A builder of its own, past its start: its temporary folder exists."""
+    arguments = program("build", "supertonic", *options, "-o", output)
+    builder = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not any(p.name.startswith(f".{output.name}.tmp-") for p in output.parent.iterdir()):
+        if builder.poll() is not None or time.monotonic() > deadline:
+            builder.kill()
+            raise AssertionError(f"the build did not start: {builder.communicate()}")
+        time.sleep(0.01)
+    return builder
+
+
 @pytest.fixture(scope="module")
-def small(supertonic_packed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ran]:
-    """Built by the command line with options from a file and a flag over one of them; engines are in the cache."""
+def small(supertonic_packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Options from a file, and a flag over one of them. Its engines are in the cache, from `supertonic_packed`."""
     folder = tmp_path_factory.mktemp("cli [with] brackets")
     options = folder / "options.toml"
-    options.write_text(
-        'config = "tiny"\ncheckpoint = "synthetic"\nbuckets = "16"\nsteps = "7,9"\nweights_mode = "packed"\n'
-    )
+    options.write_text('config = "tiny"\ncheckpoint = "synthetic"\nbuckets = "16"\nsteps = "7,9"\n')
     output = folder / "small.aot"
-    arguments = ["build", "supertonic", "--from", options, "--steps", "2", "-o", output, "--json"]
-    program = Path(sys.executable).with_name("voicehub-aot")
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=900, check=False)
-    return output, Ran(done.returncode, done.stdout, done.stderr)
+    arguments = ("--from", options, "--steps", 2, "--json")
+    builder = start_build(output, *arguments)
+    refused = finished("build", "supertonic", *arguments, "-o", output)
+    builder.kill()
+    builder.communicate()
+    left = sorted(p.name for p in folder.iterdir())
+    ran = finished("build", "supertonic", *arguments, "-o", output)
+    return Built(output, builder.returncode, refused, left, ran)
 
 
-def test_a_build_prints_one_document_and_its_progress_beside_it(small: tuple[Path, Ran]) -> None:
-    output, ran = small
-    assert ran.code == 0, ran.err
-    assert ran.document["artifact"] == str(output)
-    assert (ran.document["model"], ran.document["config"]) == ("supertonic", "tiny")
-    assert f"wrote {output}" in ran.err
-    assert "engine step: from cache" in ran.err
+def test_a_killed_build_leaves_nothing_that_loads_and_the_next_one_succeeds(small: Built) -> None:
+    assert small.killed == -signal.SIGKILL
+    assert "small.aot" not in small.left
+    assert any(name.startswith(".small.aot.tmp-") for name in small.left)
+    assert small.ran.code == 0, small.ran.err
+    assert {p.name for p in small.output.parent.iterdir()} == {"small.aot", "options.toml"}
+    assert load(small.output).programs.keys() == {"euler-2"}
 
 
-def test_flags_win_over_the_file_of_options(small: tuple[Path, Ran]) -> None:
-    assert small[1].document["programs"] == ["euler-2"]
-    assert small[1].document["buckets"] == {"frames": [16]}
+def test_a_second_builder_of_one_output_is_refused(small: Built) -> None:
+    assert (small.refused.code, small.refused.document["error"]["type"]) == (2, "UsageError")
+    assert "another build is writing it" in small.refused.err
 
 
-def test_a_build_leaves_its_artifact_and_nothing_beside_it(small: tuple[Path, Ran]) -> None:
-    output, _ = small
-    assert {p.name for p in output.parent.iterdir()} == {"small.aot", "options.toml"}
-    assert load(output).programs.keys() == {"euler-2"}
+def test_a_build_prints_one_document_and_its_progress_beside_it(small: Built) -> None:
+    assert small.ran.document["artifact"] == str(small.output)
+    assert (small.ran.document["model"], small.ran.document["config"]) == ("supertonic", "tiny")
+    assert f"wrote {small.output}" in small.ran.err
+    assert "engine step: from cache" in small.ran.err
 
 
-def test_the_resolved_options_can_build_it_again(small: tuple[Path, Ran], command: Command) -> None:
-    config = small[0] / "config.toml"
+def test_flags_win_over_the_file_of_options(small: Built) -> None:
+    assert small.ran.document["programs"] == ["euler-2"]
+    assert small.ran.document["buckets"] == {"frames": [16]}
+
+
+def test_the_resolved_options_can_build_it_again(small: Built, command: Command) -> None:
+    config = small.output / "config.toml"
     assert 'buckets = ["frames=16"]' in config.read_text()
     assert 'steps = "2"' in config.read_text()
-    ran = command("build", "supertonic", "--from", config, "-o", small[0])
+    ran = command("build", "supertonic", "--from", config, "-o", small.output)
     assert ran.code == 2, "every option was understood"
-    assert f"{small[0]} exists" in ran.err
+    assert f"{small.output} exists" in ran.err
+
+
+def test_an_interrupted_build_cleans_up_and_returns_130(tmp_path: Path) -> None:
+    output = tmp_path / "interrupted.aot"
+    builder = start_build(output, *BUILD[2:])
+    builder.send_signal(signal.SIGINT)
+    out, err = builder.communicate(timeout=120)
+    assert (builder.returncode, out) == (130, ""), err
+    assert err.endswith("interrupted\n")
+    assert "Traceback" not in err
+    assert not any(tmp_path.iterdir())
 
 
 # --- models, doctor, inspect, buckets

@@ -1,14 +1,10 @@
-"""Damaged artifacts, foreign machines, and builders that are killed, interrupted or two at a time."""
+"""Damaged artifacts, foreign machines, artifacts that move while in use, and two builders of one output."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -284,54 +280,6 @@ BUILD = ("build", "supertonic", "--config", "tiny", "--weights", "synthetic", "-
 
 def siblings(output: Path) -> list[str]:
     return sorted(p.name for p in output.parent.iterdir())
-
-
-def start_build(output: Path) -> subprocess.Popen[str]:
-    """A builder of its own, past its start: its temporary folder exists."""
-    program = Path(sys.executable).with_name("voicehub-aot")
-    arguments = [program, *BUILD, "-o", output]
-    builder = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list(output.parent.glob(f".{output.name}.tmp-*")):
-        if builder.poll() is not None or time.monotonic() > deadline:
-            builder.kill()
-            raise AssertionError(f"the build did not start: {builder.communicate()}")
-        time.sleep(0.01)
-    return builder
-
-
-def test_a_killed_build_leaves_nothing_that_loads_and_the_next_one_succeeds(
-    supertonic_packed: Path, tmp_path: Path, command: Command
-) -> None:
-    output = tmp_path / "killed.aot"
-    builder = start_build(output)
-    ran = command(*BUILD, "-o", output)
-    assert (ran.code, "another build is writing it" in ran.err) == (2, True)
-    builder.kill()
-    builder.communicate()
-    assert builder.returncode == -signal.SIGKILL
-    left = siblings(output)
-    assert not output.exists()
-    assert any(name.startswith(".killed.aot.tmp-") for name in left)
-    with pytest.raises(LoadError):
-        load(tmp_path / next(name for name in left if ".tmp-" in name))
-    ran = command(*BUILD, "-o", output, "--json")
-    assert ran.code == 0, ran.err
-    assert "engine prepare: from cache" in ran.err
-    assert siblings(output) == ["killed.aot"]
-    assert load(output).programs.keys() == {"euler-2"}
-
-
-def test_an_interrupted_build_cleans_up_and_returns_130(tmp_path: Path) -> None:
-    output = tmp_path / "interrupted.aot"
-    builder = start_build(output)
-    builder.send_signal(signal.SIGINT)
-    out, err = builder.communicate(timeout=120)
-    assert builder.returncode == 130, err
-    assert out == ""
-    assert err.endswith("interrupted\n")
-    assert "Traceback" not in err
-    assert siblings(output) == []
 
 
 def test_a_build_of_what_another_is_building_is_refused(tmp_path: Path, command: Command) -> None:
