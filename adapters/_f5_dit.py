@@ -119,12 +119,14 @@ class Attention(nn.Module):
 
     def rotated_heads(self, x: Tensor, linear: nn.Linear, norm: nn.Module, rope: Rope) -> Tensor:
         """x: [B, T, D] -> [B, T, H, E], normed per head and rotated. Exported, channels come in halves order."""
-        weight, bias, gain = linear.weight, linear.bias, getattr(norm, "weight", None)
+        weight: Tensor = linear.weight
+        bias: Tensor = linear.bias
+        gain: Tensor | None = getattr(norm, "weight", None)
         width, rotate = self.dim_head, rotate_pairs
         if torch.compiler.is_exporting():
             weight, bias, rotate = in_halves_order(weight, width), in_halves_order(bias, width), rotate_halves
             gain = in_halves_order(gain, width) if gain is not None else None
-        heads = F.linear(x, weight, bias).unflatten(-1, (self.heads, width))
+        heads = F.linear(x, weight, bias).view(*x.shape[:2], self.heads, width)
         if gain is not None:
             heads = F.rms_norm(heads, (width,), gain, eps=1e-6)
         if self.rotated >= self.heads:

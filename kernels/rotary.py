@@ -12,7 +12,7 @@ import torch
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x: [B, T, H, E]; cos, sin: [T, 1, E / 2] -> (x0 cos - x1 sin, x1 cos + x0 sin) of each channel pair."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x.view(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
@@ -29,5 +29,5 @@ def halves_order(width: int) -> torch.Tensor:
 
 def in_halves_order(parameter: torch.Tensor, width: int) -> torch.Tensor:
     """Rows of a projection [H * width, ...], or one head's vector [width], with each head's channels reordered."""
-    heads = parameter.unflatten(0, (-1, width))
+    heads = parameter.reshape(-1, width, *parameter.shape[1:])
     return heads[:, halves_order(width)].flatten(0, 1)

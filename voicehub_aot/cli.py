@@ -169,6 +169,7 @@ def sample(
     from voicehub_aot import sampling
 
     console.set_up_logging(verbose)
+    console.check_output(output)
     wanted = int(program) if program and program.isdecimal() else program
     result = sampling.sample_to_file(artifact, output, length or [], seed, inputs, random, wanted, guidance, threads)
     if as_json:

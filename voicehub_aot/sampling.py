@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from voicehub_aot import console, parity
+from voicehub_aot import parity
 from voicehub_aot.artifacts import store
 from voicehub_aot.build import eager_runtime
 from voicehub_aot.errors import AotError, InputMismatch, UsageError
@@ -41,7 +41,6 @@ def sample_to_file(
     """Sample and write {"latent": …} to `output`, whole or not at all. Returns what was done, for display."""
     if random == (inputs is not None):
         raise UsageError("give either --inputs FILE with the conditioning, or --random for a first try")
-    console.check_output(output)
     start = time.perf_counter()
     runtime = load(artifact, threads=threads)
     opened = time.perf_counter()
