@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.upstream import load
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,8 +25,6 @@ from voicehub_aot.program import Program
 from voicehub_aot.runtime import TIME_TOLERANCE, Runtime
 from voicehub_aot.synthetic import synthetic_weights
 from voicehub_aot.target import default_target, parse_target
-
-from .upstream import load
 
 pytestmark = pytest.mark.oracle
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle.upstream import load
 from torch import Tensor, nn
 
 import voicehub_aot
@@ -24,8 +25,6 @@ from voicehub_aot.errors import ProgramNotBuilt
 from voicehub_aot.golden import Case, read_case
 from voicehub_aot.runtime import Runtime
 from voicehub_aot.target import default_target, parse_target
-
-from .upstream import load
 
 pytestmark = pytest.mark.oracle
 
