@@ -14,7 +14,7 @@ from voicehub_aot.artifacts.report import read_json
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import bucket_waste, build, time_table
 from voicehub_aot.compilation import Options, compile_into_cache, plan_jobs
-from voicehub_aot.errors import BuildError, ParityFailed, UsageError
+from voicehub_aot.errors import ParityFailed, UsageError, VersionUnsupported
 from voicehub_aot.export import export_region
 from voicehub_aot.program import euler, midpoint
 from voicehub_aot.runtime import load
@@ -192,7 +192,7 @@ def test_an_existing_output_is_kept_unless_replaced(built, tmp_path):
 def test_given_engines_are_never_taken_for_others(built, tmp_path):
     given = {"another key": built[0] / built[1].engines[0].path}
 
-    with pytest.raises(BuildError, match="build it anew"):
+    with pytest.raises(VersionUnsupported, match="build it anew"):
         build(toy.model(), options(engines_from=given), tmp_path / "x.aot", toy.Quiet())
     assert not list(tmp_path.iterdir())
 

@@ -25,6 +25,7 @@ TREE = [
     ("Unsupported", errors.AotError, 4),
     ("EngineUnavailable", errors.Unsupported, 4),
     ("OptionUnsupported", errors.Unsupported, 4),
+    ("GateFailed", errors.AotError, 6),
     ("MissingDependency", errors.AotError, 4),
     ("InternalError", RuntimeError, 1),
 ]

@@ -30,7 +30,7 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry, TensorSpec
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.engines import aoti
-from voicehub_aot.errors import BuildError
+from voicehub_aot.errors import VersionUnsupported
 from voicehub_aot.export import Value, example_inputs, export_program, named_dims
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, RegionSpec
@@ -223,7 +223,7 @@ def compile_all(
 
 def _given_engine(engines: Mapping[str, Path], key: str, job: Job) -> Path:
     if key not in engines:
-        raise BuildError(
+        raise VersionUnsupported(
             f"{job.name}: the artifact's engine was compiled from another graph, torch or option set; build it anew"
         )
     return engines[key]

@@ -5,6 +5,7 @@
       BuildError         CheckpointMismatch (5), ExportFailed, StageFailed, CompileFailed (1), ParityFailed (3)
       LoadError          ArtifactCorrupt, VersionUnsupported, TargetMismatch              exit 5
       Unsupported        EngineUnavailable, OptionUnsupported                             exit 4
+      GateFailed         slower than the caller asked for                                 exit 6
       MissingDependency  (also ImportError)                                               exit 4
     InternalError        our own bug, outside the tree                                    exit 1
 
@@ -101,6 +102,12 @@ class EngineUnavailable(Unsupported):
 
 class OptionUnsupported(Unsupported):
     """The option is known, but not for this model, engine or mode."""
+
+
+class GateFailed(AotError):
+    """An engine is slower than the caller's gate."""
+
+    exit_code = 6
 
 
 class MissingDependency(AotError, ImportError):

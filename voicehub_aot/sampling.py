@@ -14,17 +14,11 @@ from safetensors.torch import load_file, save_file
 from voicehub_aot import parity
 from voicehub_aot.artifacts import store
 from voicehub_aot.build import eager_runtime
-from voicehub_aot.errors import AotError, InputMismatch, UsageError
+from voicehub_aot.errors import GateFailed, InputMismatch, UsageError
 from voicehub_aot.models import resolve
 from voicehub_aot.runtime import Runtime, load
 
 RANDOM_TEXT = 64  # tokens of a random request
-
-
-class GateFailed(AotError):
-    """An engine is slower than the caller's gate."""
-
-    exit_code = 6
 
 
 def sample_to_file(
