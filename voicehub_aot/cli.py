@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from voicehub_aot import __version__, console
-from voicehub_aot.errors import OptionUnsupported, ParityFailed
+from voicehub_aot.errors import GateFailed, OptionUnsupported, ParityFailed
 
 app = typer.Typer(
     name="voicehub-aot",
@@ -320,7 +320,7 @@ def bench(
         console.show_table(str(artifact), columns, [tuple(r.values()) for r in rows])
     try:
         sampling.check_speedup(rows, min_speedup)
-    except sampling.GateFailed as error:
+    except GateFailed as error:
         raise console.after_result(error) from error
 
 
