@@ -211,9 +211,8 @@ def listen_to_interrupts() -> None:
 def start_build(output: Path, *options: object) -> subprocess.Popen[str]:
     """A builder of its own, past its start: its temporary folder exists."""
     arguments = program("build", "supertonic", *options, "-o", output)
-    builder = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_interrupts
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    builder = subprocess.Popen(arguments, preexec_fn=listen_to_interrupts, **pipes)  # noqa: PLW1509
     deadline = time.monotonic() + 120
     while not any(p.name.startswith(f".{output.name}.tmp-") for p in output.parent.iterdir()):
         if builder.poll() is not None or time.monotonic() > deadline:
