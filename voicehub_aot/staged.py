@@ -55,7 +55,7 @@ class StagedEvaluator:
     def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> StagedPrepared:
         entry, engine = self.prepare_engine
         table = self.tables[program.name]
-        values = {**inputs, **{name: stacked for name, stacked in table.items()}}
+        values = {**inputs, **table}
         results = engine([values[i.name] for i in entry.inputs])
         computed = dict(zip((o.name for o in entry.outputs), results, strict=True))
         stacked = {o.name: computed.pop(o.name) for o in entry.outputs if o.shape[:1] == ("N",)}
