@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.region import RegionSpec
+from voicehub_aot.region import RegionSpec, TensorSpec
 from voicehub_aot.target import Target
 
 SCHEMA_VERSION = 1
@@ -20,14 +20,6 @@ SCHEMA_VERSION = 1
 
 class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TensorSpec(_Data):
-    """A tensor at an engine's border. shape: numbers, "B", "N" (evaluations), dimension names, or expressions."""
-
-    name: str
-    shape: tuple[int | str, ...]
-    dtype: str
 
 
 class FileEntry(_Data):
@@ -38,12 +30,14 @@ class FileEntry(_Data):
 class EngineEntry(_Data):
     """One compiled stage. bucket: the sizes it was fixed to; empty = any size.
 
-    constants: weights it reads from the weight file, under these names (none when they are packed inside).
+    serves: the buckets it was chosen for by measurement; empty = all that it fits. constants: weights it reads from
+    the weight file, under these names (none when they are packed inside).
     """
 
     engine: str
     stage: Literal["prepare", "step"]
     bucket: dict[str, int]
+    serves: tuple[dict[str, int], ...] = ()
     path: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -90,6 +84,15 @@ class Manifest(_Data):
     programs: tuple[str, ...]
     files: dict[str, FileEntry]
     digest: str = ""
+
+    @property
+    def mixed(self) -> bool:
+        """True if every bucket has the engine that was chosen for it; else each engine named serves all of them."""
+        return any(e.serves for e in self.engines)
+
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(e.engine for e in self.engines))
 
     def signed(self) -> Manifest:
         """This manifest with its digest filled in."""

@@ -139,30 +139,6 @@ def read_programs(path: Path, manifest: Manifest) -> dict[str, Program]:
         raise ArtifactCorrupt(f"{path}: a program is unreadable ({error})") from error
 
 
-_pins: dict[tuple[int, int], tuple[str, int, int]] = {}  # (device, inode) -> digest, descriptors of folder and file
-
-
-def pinned(folder: Path, library: Path, digest: str) -> Path:
-    """A name of `folder` that stays right when it is moved, and that no other folder gets while this process lives.
-
-    library: the shared library inside; digest: its sha256. The dynamic linker never unloads an engine (its C++ has
-    unique symbols) and knows it by the path it was opened by, where the engine also looks for its packed weights.
-    Under its plain name, an artifact that was moved would not open again, and one that was replaced would run the
-    code of its predecessor. Raises ArtifactCorrupt if the very file in use was overwritten. Linux only; elsewhere
-    the plain name has to do.
-    """
-    if not Path("/proc/self/fd").is_dir():
-        return folder
-    status = library.stat()
-    key = (status.st_dev, status.st_ino)
-    if key not in _pins:
-        _pins[key] = (digest, os.open(folder, os.O_RDONLY), os.open(library, os.O_RDONLY))
-    known, descriptor, _ = _pins[key]
-    if known != digest:
-        raise ArtifactCorrupt(f"{library}: was overwritten while this process had it open; restart the process")
-    return Path(f"/proc/self/fd/{descriptor}")
-
-
 def map_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Tensors of a safetensors file over a memory map: pages are read when first used and shared between processes."""
     try:

@@ -107,13 +107,16 @@ def test_other_weights_share_engines_in_shared_mode_and_give_other_results(built
 
 def key_of(model=None, **changes):
     from voicehub_aot.compilation import _dynamic, engine_payload, payload_key
+    from voicehub_aot.engines import StageCode
     from voicehub_aot.export import export_program, named_dims
 
     graph, symbols = export_region((model or toy.model()).region)
     chosen = options(**changes)
     job = plan_jobs(split(graph, toy.SPEC, symbols), chosen)[1]
     dynamic = {v.name: d for v, d in zip(job.inputs, _dynamic(job, named_dims(toy.SPEC)), strict=True)}
-    return payload_key(engine_payload(export_program(job.module, job.examples, dynamic, "step"), job, chosen))
+    program = export_program(job.module, job.examples, dynamic, "step")
+    code = StageCode("step", program, job.inputs, job.outputs, job.examples)
+    return payload_key(engine_payload(code, job, chosen))
 
 
 def test_a_key_covers_mode_target_bucket_weights_and_graph():
@@ -122,6 +125,7 @@ def test_a_key_covers_mode_target_bucket_weights_and_graph():
     keys = [
         key_of(),
         key_of(weights_mode="packed"),
+        key_of(engines=("onnxruntime",)),
         key_of(toy.model(seed=1), weights_mode="packed"),
         key_of(shapes="static"),
         key_of(shapes="static", buckets=Buckets(axes={"frames": (12,)})),
@@ -143,7 +147,7 @@ def test_a_damaged_cached_engine_is_compiled_anew(built, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "voicehub_aot.compilation.compile_into_cache",
-        lambda *a: (asked.append(a[-1]), compile_into_cache(*a)),
+        lambda *a: (asked.append(a[0].name), compile_into_cache(*a)),
     )
 
     build(toy.model(), options(parity=False), tmp_path / "new.aot", toy.Quiet())
@@ -157,7 +161,7 @@ def test_independent_engines_compile_in_parallel_processes(tmp_path):
 
     manifest = build(toy.model(), chosen, tmp_path / "parallel.aot", recorder)
 
-    assert recorder.compiled == ["prepare", "step-frames16", "step-frames8"]
+    assert recorder.compiled == ["aoti prepare", "aoti step-frames16", "aoti step-frames8"]
     assert [e.bucket for e in manifest.engines if e.stage == "step"] == [{"frames": 8}, {"frames": 16}]
     runtime = load(tmp_path / "parallel.aot")
     sampled = runtime.sample(seed=0, lengths=[5], cond=torch.ones(1, 5, 5), ids=torch.zeros(1, 2, dtype=torch.int64))

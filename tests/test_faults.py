@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Manifest
+from voicehub_aot.engines import aoti
 from voicehub_aot.errors import ArtifactCorrupt, LoadError, TargetMismatch, UsageError, VersionUnsupported
 from voicehub_aot.runtime import load
 
@@ -180,12 +181,12 @@ def test_another_artifact_at_the_same_place_is_not_taken_for_its_predecessor(cop
 
 def test_an_engine_that_was_overwritten_while_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / LIBRARY).write_text("in use")
-    name = store.pinned(tmp_path, tmp_path / LIBRARY, "digest")
+    name = aoti.pinned(tmp_path, tmp_path / LIBRARY, "digest")
     assert (name / LIBRARY).read_text() == "in use"
-    assert store.pinned(tmp_path, tmp_path / LIBRARY, "digest") == name
+    assert aoti.pinned(tmp_path, tmp_path / LIBRARY, "digest") == name
     (tmp_path / LIBRARY).write_text("overwritten")
     with pytest.raises(ArtifactCorrupt, match="was overwritten while this process had it open; restart"):
-        store.pinned(tmp_path, tmp_path / LIBRARY, "another digest")
+        aoti.pinned(tmp_path, tmp_path / LIBRARY, "another digest")
 
 
 # --- built wrongly: digests are right, the content is not

@@ -34,7 +34,7 @@ LAYERS = {
     "sampler": {"program", "guidance", "kernels", "errors"},
     "artifacts": {"program", "bucket", "region", "target", "errors"},
 }
-LAYERS["staged"] = {"artifacts", "engines", "region", "program", "errors"}
+LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
 LAYERS["runtime"] = {"artifacts", "engines", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
 LAYERS["runtime"] |= {"guidance", "target", "errors"}
 LAYERS["__init__"] = {"runtime", "errors"}
@@ -49,7 +49,7 @@ LAYERS["reweight"] = LAYERS["build"] | {"build", "models"}
 LAYERS["settings"] = LAYERS["build"] | {"adapters", "build"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
 LAYERS["console"] = {"compilation", "errors"}
-LAYERS["inspection"] = {"console", "compilation", "artifacts", "runtime", "target"}
+LAYERS["inspection"] = {"console", "compilation", "engines", "artifacts", "runtime", "target"}
 LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 

@@ -1,15 +1,27 @@
 """A region small enough to read, with a value of every binding: what tests of the frame compile and run."""
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
+from voicehub_aot import engines
+from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Checkpoint
+from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import Model
-from voicehub_aot.compilation import Progress
+from voicehub_aot.compilation import Options, Progress, cache_dir, compile_all, install_all, plan_jobs
+from voicehub_aot.engines import WEIGHTS, Source
+from voicehub_aot.export import export_region
 from voicehub_aot.guidance import Branch, Guidance
 from voicehub_aot.kernels.attention import attention, key_bias
+from voicehub_aot.program import euler
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
+from voicehub_aot.schedule import linear
+from voicehub_aot.stage import split
+from voicehub_aot.target import default_target, parse_target
 
 CHANNELS, WIDTH, COND = 6, 16, 5
 
@@ -90,3 +102,41 @@ class Quiet(Progress):
 
     def engine(self, name: str, state: str, seconds: float = 0.0) -> None:
         pass
+
+
+class Compiled:
+    """The toy's two stages compiled by one engine and installed in a folder with their weight file."""
+
+    def __init__(self, engine: str, mode: str, folder: Path, shapes: str = "dynamic") -> None:
+        graph, symbols = export_region(region())
+        self.engine, self.folder = engines.get(engine), folder
+        self.staged = split(graph, SPEC, symbols)
+        options = Options(
+            Buckets(axes={"frames": (16,)}),
+            (euler(linear(2)),),
+            parse_target(default_target()),
+            engines=(engine,),
+            weights_mode=mode,
+            shapes=shapes,
+        )
+        self.prepare, self.step = plan_jobs(self.staged, options)
+        compiled = compile_all((self.prepare, self.step), SPEC, options, cache_dir(), Quiet())
+        stages = (self.staged.prepare, self.staged.rows, self.staged.step)
+        save_file({n: t for stage in stages for n, t in stage.constants.items()}, folder / WEIGHTS)
+        self.entries = install_all(compiled, folder, options)
+
+    def entry(self, job):
+        return next(e for e in self.entries if e.stage == job.stage)
+
+    def constants(self, job):
+        tensors = store.map_tensors(self.folder / WEIGHTS)
+        return {c.name: tensors[c.name] for c in self.entry(job).constants}
+
+    def source(self, job, constants=None):
+        digests = {name: file.sha256 for name, file in store.list_files(self.folder).items()}
+        entry = self.entry(job)
+        weights = self.constants(job) if constants is None else constants
+        return Source(self.folder, entry.path, digests, entry.inputs, entry.outputs, weights, job.stage)
+
+    def open(self, job, constants=None):
+        return self.engine.open_stage(self.source(job, constants), 1)

@@ -61,6 +61,11 @@ class Buckets(BaseModel):
             "or load with overflow='run'"
         )
 
+    def nearest(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The promised bucket of these sizes by axis: the smallest that holds them, else the largest. Without batch."""
+        axes = {axis: promised for axis, promised in self.axes.items() if axis != BATCH}
+        return {a: p[min(bisect_left(p, sizes[a]), len(p) - 1)] for a, p in axes.items()}
+
     def combinations(self, axes: Iterable[str]) -> list[dict[str, int]]:
         """Every combination of the promised sizes of `axes`, ascending, the last axis fastest.
 

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import save_file
 
 import voicehub_aot
-from voicehub_aot import parity
+from voicehub_aot import engines, parity
 from voicehub_aot.artifacts import report as reports
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Checkpoint, Manifest, StageReport
 from voicehub_aot.bucket import Buckets, waste
-from voicehub_aot.compilation import Options, Progress, cache_dir, compile_all, example_sizes, plan_jobs, tensor_specs
-from voicehub_aot.engines import aoti
+from voicehub_aot.compilation import Options, Progress, cache_dir, compile_all, example_sizes, install_all, plan_jobs
+from voicehub_aot.engines.eager import NAME as EAGER
 from voicehub_aot.engines.eager import EagerEvaluator
 from voicehub_aot.errors import MissingDependency, ParityFailed
 from voicehub_aot.export import MAX_ROWS, export_region
@@ -72,9 +72,10 @@ def build(
         staged = split(graph, model.region.spec, symbols)
         tables = {p.name: time_table(staged, p) for p in options.programs}
         jobs = plan_jobs(staged, options)
-        progress.stage(f"compile {len(jobs)} engines ({options.weights_mode}, {options.shapes})")
-        entries = compile_all(jobs, model.region.spec, options, cache, folder, progress)
+        progress.stage(f"compile {len(jobs)} stages ({options.weights_mode}, {options.shapes})")
+        compiled = compile_all(jobs, model.region.spec, options, cache, progress)
         _write_tensors(folder, staged, tables, options)
+        entries = install_all(compiled, folder, options)
         if settings is not None:
             (folder / "config.toml").write_text(settings)
         for program in options.programs:
@@ -130,9 +131,9 @@ def bucket_label(bucket: Mapping[str, int]) -> str:
 def _write_tensors(
     folder: Path, staged: Staged, tables: Mapping[str, Mapping[str, torch.Tensor]], options: Options
 ) -> None:
-    """weights.safetensors: time tables, and in shared mode the weights that the stages read, once."""
+    """weights.safetensors: time tables, and the weights that the stages read, once, if an engine takes them there."""
     tensors = {table_key(program, value): t for program, table in tables.items() for value, t in table.items()}
-    if options.weights_mode == "shared":
+    if any(engines.get(name).reads_weight_file(options.weights_mode) for name in options.engines):
         for stage in (staged.prepare, staged.rows, staged.step):
             if stage is not None:
                 tensors.update({n: t.detach().contiguous() for n, t in stage.constants.items()})
@@ -155,8 +156,8 @@ def stage_reports(staged: Staged, buckets: Buckets, symbols: Mapping[str, str]) 
             nodes=stage.nodes,
             parameters=sum(t.numel() for t in stage.constants.values()),
             weight_bytes=stage.weight_bytes,
-            inputs=tensor_specs(stage.inputs),
-            outputs=tensor_specs(stage.outputs),
+            inputs=stage.inputs,
+            outputs=stage.outputs,
             flops=flops,
         )
     return result
@@ -182,20 +183,23 @@ def _prove(
     recording = parity.record(eager, exact, buckets, max_batch, progress.case)
     del exact, double
     progress.stage("check every engine, bucket and program")
-    runtime = load(folder)
-    rows = [staged_row(staged), *parity.check(runtime, recording, aoti.NAME, progress.case)]
-    progress.stage("time engine and eager")
+    runtimes = {name: load(folder, engine=name) for name in manifest.engine_names}
+    rows = [staged_row(staged)]
+    for runtime in runtimes.values():
+        rows += parity.check(runtime, recording, progress.case)
+    progress.stage("time engines and eager")
     timings = [
         reports.Timing(
             bucket=dict(t.bucket),
             rows=t.rows,
-            engine=aoti.NAME,
-            engine_ms=t.engine_ms,
-            eager_ms=t.eager_ms,
+            engine=name,
+            engine_ms=t.median_ms(name),
+            eager_ms=t.median_ms(EAGER),
             flops=manifest.stages["step"].flops[bucket_label(t.bucket)],
             waste=bucket_waste(options.histogram, options.buckets, t.bucket, model.region.spec.main_dim),
         )
-        for t in parity.time_steps(runtime, eager, recording)
+        for t in parity.time_steps({EAGER: eager, **runtimes}, recording)
+        for name in runtimes
     ]
     report = report_of(manifest, rows, tuple(timings))
     parity.save(recording, folder / store.PARITY)

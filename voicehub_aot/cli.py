@@ -60,6 +60,9 @@ def build(
     solver: Annotated[str | None, typer.Option(help="Default the model's.")] = None,
     grid: Annotated[str | None, typer.Option(help="Time grid; default the model's.")] = None,
     sway: Annotated[float | None, typer.Option(help="Sway coefficient; 0 = none; default the model's.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="aoti (default), onnxruntime, or several: aoti,onnxruntime.")
+    ] = None,
     weights_mode: WeightsMode = None,
     shapes: Annotated[str | None, typer.Option(help="dynamic or static (shared only; its default).")] = None,
     target: Annotated[str | None, typer.Option(help="cpu:x86-64-v3 (default on x86-64), -v4, cpu:native.")] = None,
@@ -78,7 +81,8 @@ def build(
     console.set_up_logging(verbose)
     given = {
         "config": config, "checkpoint": checkpoint, "buckets": buckets, "steps": steps, "solver": solver,
-        "grid": grid, "sway": sway, "weights_mode": weights_mode, "shapes": shapes, "target": target, "jobs": jobs,
+        "grid": grid, "sway": sway, "engine": engine, "weights_mode": weights_mode, "shapes": shapes, "target": target,
+        "jobs": jobs,
     }  # fmt: skip
     chosen = settings.BuildSettings.merge(file, given)
     progress = console.ConsoleProgress()
@@ -181,7 +185,7 @@ def sample(
 @app.command()
 def replay(
     cases: Annotated[list[Path], typer.Argument(help="Case folders, or folders of them.")],
-    engine: Annotated[str, typer.Option(help="eager or aoti.")] = "eager",
+    engine: Annotated[str, typer.Option(help="eager, aoti or onnxruntime.")] = "eager",
     weights_mode: WeightsMode = None,
     as_json: Json = False,
     verbose: Verbose = False,

@@ -11,43 +11,44 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import sympy
 import torch
-from torch import fx
 
+from voicehub_aot import engines
 from voicehub_aot.artifacts import store
-from voicehub_aot.artifacts.manifest import EngineEntry, TensorSpec
+from voicehub_aot.artifacts.manifest import EngineEntry
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.engines import aoti
+from voicehub_aot.engines import StageCode
 from voicehub_aot.errors import VersionUnsupported
-from voicehub_aot.export import Value, example_inputs, export_program, named_dims
+from voicehub_aot.export import example_inputs, export_program, named_dims
 from voicehub_aot.program import Program
-from voicehub_aot.region import BATCH, RegionSpec
+from voicehub_aot.region import BATCH, RegionSpec, TensorSpec
 from voicehub_aot.runtime import usable_threads
-from voicehub_aot.stage import Staged, set_attribute, stacked_prepare
-from voicehub_aot.target import Target, host_features
+from voicehub_aot.stage import Staged, stacked_prepare
+from voicehub_aot.target import Target
 
 log = logging.getLogger(__name__)
 
 EXAMPLE_EVALUATIONS = 5
 MAX_EVALUATIONS = 4096
+RECORD = "engine.json"  # of a finished engine in the cache: its payload, and digests of its files
 
 
 @dataclass(frozen=True)
 class Options:
-    """How it is to be built. shapes: static gives one step engine a bucket, dynamic one for all.
+    """How it is to be built.
 
+    engines: all are built; a runtime opens the first unless told otherwise. shapes: static gives one step engine a
+    bucket (of engines that have such), dynamic one for all.
     engines_from: finished engines by key; with it nothing is compiled, and a key that is missing is an error.
     """
 
@@ -56,6 +57,7 @@ class Options:
     target: Target
     weights_mode: Literal["packed", "shared"] = "packed"
     shapes: Literal["dynamic", "static"] = "dynamic"
+    engines: tuple[str, ...] = ("aoti",)
     jobs: int = 1
     parity: bool = True
     cache: Path | None = None
@@ -79,18 +81,24 @@ class Progress:
 
 @dataclass(frozen=True)
 class Job:
-    """One engine to compile. bucket: sizes fixed at compile time. sizes: of the examples, which steer loop choices."""
+    """One stage for one engine. bucket: sizes fixed at compile time. examples: their sizes steer loop choices."""
 
+    engine: str
     stage: Literal["prepare", "step"]
     bucket: Mapping[str, int]
     module: torch.nn.Module
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     examples: tuple[torch.Tensor, ...]
 
     @property
-    def name(self) -> str:
+    def stage_name(self) -> str:
+        """The same for every engine, e.g. "step-frames128"."""
         return "-".join([self.stage, *(f"{k}{v}" for k, v in self.bucket.items())])
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.stage_name}"
 
 
 def cache_dir() -> Path:
@@ -111,18 +119,22 @@ def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def plan_jobs(staged: Staged, options: Options) -> list[Job]:
-    """One `prepare` for every size, and one step engine for each combination of the sizes it depends on."""
+    """Per engine: one `prepare` for every size, and a step for each combination of the sizes that are to be fixed."""
     used = {str(s) for v in staged.step.inputs for s in v.shape}
-    axes = [a for a in options.buckets.axes if a != "batch" and a in used] if options.shapes == "static" else []
     values = _example_values(staged, example_sizes(staged, options.buckets, {}))
     module, inputs, outputs = stacked_prepare(staged)
     stacked = {v.name: torch.stack([values[v.name]] * EXAMPLE_EVALUATIONS) for v in inputs if v.shape[:1] == ("N",)}
     prepare = tuple((values | stacked)[v.name] for v in inputs)
-    jobs = [Job("prepare", {}, module, inputs, outputs, prepare)]
-    for bucket in options.buckets.combinations(axes) if axes else [{}]:
-        values = _example_values(staged, example_sizes(staged, options.buckets, bucket))
-        examples = tuple(values[v.name] for v in staged.step.inputs)
-        jobs.append(Job("step", bucket, staged.step.module, staged.step.inputs, staged.step.outputs, examples))
+    jobs = []
+    for name in options.engines:
+        static = options.shapes == "static" and engines.get(name).STATIC
+        axes = [a for a in options.buckets.axes if a != "batch" and a in used] if static else []
+        jobs.append(Job(name, "prepare", {}, module, inputs, outputs, prepare))
+        for bucket in options.buckets.combinations(axes) if axes else [{}]:
+            values = _example_values(staged, example_sizes(staged, options.buckets, bucket))
+            examples = tuple(values[v.name] for v in staged.step.inputs)
+            step = staged.step
+            jobs.append(Job(name, "step", bucket, step.module, step.inputs, step.outputs, examples))
     return jobs
 
 
@@ -176,74 +188,90 @@ def _dimension(size: str, fixed: Mapping[str, int], dims: Mapping[str, Any]) -> 
     return torch.export.Dim.AUTO
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A finished engine in the cache. seconds: what compiling took; 0 where it was found."""
+
+    job: Job
+    payload: Mapping[str, Any]
+    place: Path
+    seconds: float = 0.0
+
+
 def compile_all(
-    jobs: Sequence[Job], spec: RegionSpec, options: Options, cache: Path, folder: Path, progress: Progress
-) -> list[EngineEntry]:
-    """Compile or take from the cache; each engine's folder is copied into the artifact."""
+    jobs: Sequence[Job], spec: RegionSpec, options: Options, cache: Path, progress: Progress
+) -> list[Compiled]:
+    """Compile every job, or find it in the cache; in the order of `jobs`."""
     dims = named_dims(spec) | {"N": torch.export.Dim("N", min=1, max=MAX_EVALUATIONS)}
-    found: dict[str, tuple[dict[str, Any], Path, float]] = {}
-    waiting: list[tuple[Job, dict[str, Any], Path, torch.export.ExportedProgram]] = []
+    exported: dict[str, torch.export.ExportedProgram] = {}  # engines share a stage's export
+    found: dict[str, Compiled] = {}
+    waiting: list[tuple[Compiled, StageCode]] = []
     for job in jobs:
-        progress.engine(job.name, "export")
-        dynamic = {v.name: sizes for v, sizes in zip(job.inputs, _dynamic(job, dims), strict=True)}
-        program = export_program(job.module, job.examples, dynamic, job.name)
-        payload = engine_payload(program, job, options)
+        if job.stage_name not in exported:
+            progress.engine(job.name, "export")
+            dynamic = {v.name: sizes for v, sizes in zip(job.inputs, _dynamic(job, dims), strict=True)}
+            exported[job.stage_name] = export_program(job.module, job.examples, dynamic, job.name)
+        program = exported[job.stage_name]
+        code = StageCode(job.stage_name, program, job.inputs, job.outputs, job.examples)
+        payload = engine_payload(code, job, options)
         place = cache / "engines" / payload_key(payload)
+        compiled = Compiled(job, payload, place)
         if options.engines_from is not None:
-            found[job.name] = (payload, _given_engine(options.engines_from, place.name, job), 0.0)
+            found[job.name] = replace(compiled, place=_given_engine(options.engines_from, place.name, job))
         elif cached_engine(place, payload):
-            found[job.name] = (payload, place, 0.0)
+            found[job.name] = compiled
             progress.engine(job.name, "from cache")
         else:
-            waiting.append((job, payload, place, program))
-    for name, payload, place, seconds in _compile_waiting(waiting, options, progress):
-        found[name] = (payload, place, seconds)
+            waiting.append((compiled, code))
+    found.update((c.job.name, c) for c in _compile_waiting(waiting, options, progress))
+    return [found[job.name] for job in jobs]
+
+
+def install_all(compiled: Iterable[Compiled], folder: Path, options: Options) -> list[EngineEntry]:
+    """Copy finished engines into an artifact that has its weight file."""
     entries = []
-    for job in jobs:
-        payload, place, seconds = found[job.name]
-        path = Path(store.ENGINES) / aoti.NAME / options.target.folder / job.name
-        shutil.copytree(place / "data", folder / path / "data")
-        constants = payload["constants"] if options.weights_mode == "shared" else {}
+    for item in compiled:
+        job, engine = item.job, engines.get(item.job.engine)
+        reads = engine.reads_weight_file(options.weights_mode)
+        constants = item.payload["constants"] if reads else {}
         entries.append(
             EngineEntry(
-                engine=aoti.NAME,
+                engine=engine.NAME,
                 stage=job.stage,
                 bucket=dict(job.bucket),
-                path=path.as_posix(),
-                inputs=tensor_specs(job.inputs),
-                outputs=tensor_specs(job.outputs),
+                path=engine.install(item.place, folder, job.stage_name, options.target),
+                inputs=job.inputs,
+                outputs=job.outputs,
                 constants=tuple(TensorSpec(name=n, shape=tuple(s), dtype=d) for n, (s, d) in constants.items()),
-                key=payload_key(payload),
-                seconds=round(seconds, 2),
-                reason="the only engine built for CPU",
+                key=payload_key(item.payload),
+                seconds=round(item.seconds, 2),
+                reason="built by name",
             )
         )
     return entries
 
 
-def _given_engine(engines: Mapping[str, Path], key: str, job: Job) -> Path:
-    if key not in engines:
+def _given_engine(given: Mapping[str, Path], key: str, job: Job) -> Path:
+    if key not in given:
         raise VersionUnsupported(
             f"{job.name}: the artifact's engine was compiled from another graph, torch or option set; build it anew"
         )
-    return engines[key]
+    return given[key]
 
 
 def _compile_waiting(
-    waiting: Sequence[tuple[Job, dict[str, Any], Path, torch.export.ExportedProgram]],
-    options: Options,
-    progress: Progress,
-) -> Iterable[tuple[str, dict[str, Any], Path, float]]:
+    waiting: Sequence[tuple[Compiled, StageCode]], options: Options, progress: Progress
+) -> Iterable[Compiled]:
     """In this process for one job at a time; else in worker processes, the processors shared out between them."""
     workers = min(options.jobs, len(waiting))
     if workers <= 1:
-        for job, payload, place, program in waiting:
-            progress.engine(job.name, "compile")
+        for item, code in waiting:
+            progress.engine(item.job.name, "compile")
             start = time.perf_counter()
-            compile_into_cache(program, job.examples, payload, place, options.weights_mode, options.target, job.name)
+            compile_into_cache(code, item.job.engine, item.payload, item.place, options.weights_mode, options.target)
             seconds = time.perf_counter() - start
-            progress.engine(job.name, "done", seconds)
-            yield job.name, payload, place, seconds
+            progress.engine(item.job.name, "done", seconds)
+            yield replace(item, seconds=seconds)
         return
     threads = max(1, usable_threads() // workers)
     with (
@@ -251,71 +279,57 @@ def _compile_waiting(
         ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
     ):
         pending = {}
-        for number, (job, payload, place, program) in enumerate(waiting):
+        for number, (item, code) in enumerate(waiting):
             file = Path(scratch) / f"{number}.pt2"
-            torch.export.save(program, file)
+            torch.export.save(code.program, file)  # a program does not pickle
+            border = replace(code, program=None)  # type: ignore[arg-type]
             future = pool.submit(
-                _compile_in_worker, file, job.examples, payload, place, options.weights_mode, options.target,
-                job.name, threads,
+                _compile_in_worker, file, border, item.job.engine, item.payload, item.place, options.weights_mode,
+                options.target, threads,
             )  # fmt: skip
-            pending[future] = (job, payload, place)
-            progress.engine(job.name, "compile")
+            pending[future] = item
+            progress.engine(item.job.name, "compile")
         for future in as_completed(pending):
-            job, payload, place = pending[future]
             seconds = future.result()
-            progress.engine(job.name, "done", seconds)
-            yield job.name, payload, place, seconds
+            progress.engine(pending[future].job.name, "done", seconds)
+            yield replace(pending[future], seconds=seconds)
 
 
 def _compile_in_worker(
     file: Path,
-    examples: tuple[torch.Tensor, ...],
-    payload: dict[str, Any],
+    border: StageCode,
+    engine: str,
+    payload: Mapping[str, Any],
     place: Path,
-    weights_mode: aoti.Weights,
+    weights_mode: engines.Weights,
     target: Target,
-    name: str,
     threads: int,
 ) -> float:
+    """border: the code without its program, which lies in `file`."""
     torch.set_num_threads(threads)
     start = time.perf_counter()
-    compile_into_cache(torch.export.load(file), examples, payload, place, weights_mode, target, name)
+    code = replace(border, program=torch.export.load(file))
+    compile_into_cache(code, engine, payload, place, weights_mode, target)
     return time.perf_counter() - start
 
 
-def graph_of(program: torch.export.ExportedProgram) -> fx.GraphModule:
-    """The flat graph, its weights under the region's names: `stacked_prepare` nests two stages in one module."""
-    graph = program.module(check_guards=False)
-    for node in graph.graph.find_nodes(op="get_attr"):
-        name = str(node.target)
-        plain = name.removeprefix("prepare.").removeprefix("rows.")
-        if plain != name:
-            set_attribute(graph, plain, graph.get_buffer(name))
-            node.target = plain
-    graph.delete_all_unused_submodules()
-    graph.recompile()
-    return graph
-
-
-def engine_payload(program: torch.export.ExportedProgram, job: Job, options: Options) -> dict[str, Any]:
+def engine_payload(code: StageCode, job: Job, options: Options) -> dict[str, Any]:
     """Everything that shapes the compiled code, as JSON: its digest is the engine's key in the cache."""
-    module = graph_of(program)
-    constants = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    shapes = {n: (list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in constants.items()}
-    graph = "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {n.meta.get('val')}" for n in module.graph.nodes)
+    engine = engines.get(job.engine)
+    shapes = {n: (list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in code.weights.items()}
+    nodes = code.graph.graph.nodes
+    graph = "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {n.meta.get('val')}" for n in nodes)
     return {
-        "engine_code": store.sha256(Path(aoti.__file__)),
+        "engine": engine.NAME,
         "stage": job.stage,
         "bucket": dict(job.bucket),
         "graph": hashlib.sha256(graph.encode()).hexdigest(),
+        "border": [v.model_dump(mode="json") for v in (*job.inputs, *job.outputs)],
         "examples": [[list(t.shape), str(t.dtype)] for t in job.examples],
         "constants": shapes,
-        "weights": weights_digest(constants) if options.weights_mode == "packed" else "",
-        "options": aoti.options(options.weights_mode, options.target),
+        "weights": "" if engine.reads_weight_file(options.weights_mode) else weights_digest(code.weights),
+        "settings": engine.settings(options.weights_mode, options.target),
         "torch": torch.__version__,
-        "compiler": compiler_version(),
-        "matrix_isa": torch.backends.cpu.get_cpu_capability() if options.weights_mode == "packed" else "",
-        "features": sorted(host_features()) if options.target.isa == "native" else [],
     }
 
 
@@ -323,19 +337,9 @@ def payload_key(payload: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(payload, sort_keys=True).encode()).hexdigest()
 
 
-@cache
-def compiler_version() -> str:
-    compiler = os.environ.get("CXX", "g++")
-    try:
-        text = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return text.splitlines()[0]
-
-
 def cached_engine(place: Path, payload: Mapping[str, Any]) -> bool:
     """True if a finished engine of exactly this payload lies there, unaltered. A damaged one is removed."""
-    record = place / "engine.json"
+    record = place / RECORD
     if not record.is_file():
         return False
     try:
@@ -351,27 +355,22 @@ def cached_engine(place: Path, payload: Mapping[str, Any]) -> bool:
 
 
 def compile_into_cache(
-    program: torch.export.ExportedProgram,
-    examples: Sequence[torch.Tensor],
+    code: StageCode,
+    engine: str,
     payload: Mapping[str, Any],
     place: Path,
-    weights_mode: aoti.Weights,
+    weights_mode: engines.Weights,
     target: Target,
-    name: str,
 ) -> None:
     """Compile beside the cache entry and rename it in: an interrupted build leaves no half engine."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix="tmp-") as scratch:
         folder = Path(scratch) / "engine"
-        aoti.compile_stage(graph_of(program), list(examples), weights_mode, target, folder, name)
+        engines.get(engine).compile_stage(code, weights_mode, target, folder)
         files = {p.relative_to(folder).as_posix(): store.sha256(p) for p in folder.rglob("*") if p.is_file()}
-        (folder / "engine.json").write_text(json.dumps({"payload": payload, "files": files}, indent=1))
+        (folder / RECORD).write_text(json.dumps({"payload": payload, "files": files}, indent=1))
         try:
             folder.rename(place)
         except OSError:  # another build finished the same engine first
             if not cached_engine(place, payload):
                 folder.rename(place)
-
-
-def tensor_specs(values: Iterable[Value]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name=v.name, shape=v.shape, dtype=v.dtype) for v in values)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +21,6 @@ MAX_ROWS = 256  # rows of one call: requests x guidance branches
 # Any size greater than 1 will do; primes that no model uses keep torch.export from seeing equalities by chance.
 EXAMPLE_SIZES = {BATCH: 3, "frames": 37, "text": 13}
 SPARE_EXAMPLE_SIZES = (17, 19, 23, 29, 31)
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor at a stage's border. shape: numbers, "B", names of dims, or expressions of them."""
-
-    name: str
-    shape: tuple[str | int, ...]
-    dtype: str
 
 
 def example_sizes(spec: RegionSpec) -> dict[str, int]:

@@ -13,7 +13,8 @@ import torch
 
 from voicehub_aot import console
 from voicehub_aot.artifacts.manifest import Manifest
-from voicehub_aot.compilation import cache_dir, compiler_version
+from voicehub_aot.compilation import cache_dir
+from voicehub_aot.engines.aoti import compiler_version
 from voicehub_aot.runtime import usable_threads
 from voicehub_aot.target import default_target, host_features
 

@@ -40,6 +40,7 @@ FLOOR = 1e-6  # of the largest value of the reference: about eight float32 round
 SANE = 1e-2  # of the largest value: float32 eager further than this from float64 is no reference
 LEAST_CHANGE = 1e-4  # relative change that another input must cause
 EXACT_SECONDS = 20.0
+MIN_ROUNDS, MAX_ROUNDS = 3, 15  # of timing
 STEP_SAMPLES = 4096  # state elements kept per step to name the first bad one
 
 
@@ -251,20 +252,22 @@ def thin(state: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, -(-flat.numel() // STEP_SAMPLES))].float().clone()
 
 
-def check(
-    runtime: Runtime, recording: Recording, engine: str, progress: Callable[[str], None] = lambda _: None
-) -> list[Row]:
+def check(runtime: Runtime, recording: Recording, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
     """Run every recorded case on `runtime` and judge it."""
     rows = []
     for case in recording.cases:
         progress(case.name)
         request = draw(runtime.spec, case, case.seed)
-        rows.append(_judge(case, run(runtime, case, request), recording, runtime.programs[case.program], engine))
-    rows += sensitivity(runtime, recording.cases[0], engine)
+        rows.append(_judge(case, run(runtime, case, request), recording, runtime))
+    rows += sensitivity(runtime, recording.cases[0])
     return rows
 
 
-def _judge(case: Case, got: list[torch.Tensor], recording: Recording, program: Program, engine: str) -> Row:
+def engine_of(runtime: Runtime, case: Case) -> str:
+    return runtime.engine_at(**{d.name: case.sizes[d.name] for d in runtime.spec.dims})
+
+
+def _judge(case: Case, got: list[torch.Tensor], recording: Recording, runtime: Runtime) -> Row:
     try:
         want = recording.tensors[f"{case.name}/float32"]
         correction = recording.tensors.get(f"{case.name}/correction")
@@ -281,11 +284,11 @@ def _judge(case: Case, got: list[torch.Tensor], recording: Recording, program: P
         first_bad = next((i for i, e in enumerate(errors) if not e <= case.budget), None)
     return Row(
         check=case.check,  # type: ignore[arg-type]
-        engine=engine,
+        engine=engine_of(runtime, case),
         bucket=case.bucket,
         lengths=case.lengths,
         program=case.program,
-        time=None if case.row is None else program.times[case.row],
+        time=None if case.row is None else runtime.programs[case.program].times[case.row],
         guided=case.guided,
         max_abs=max_abs,
         rel_l2=rel_l2,
@@ -299,7 +302,7 @@ def _judge(case: Case, got: list[torch.Tensor], recording: Recording, program: P
     )
 
 
-def sensitivity(runtime: Runtime, base: Case, engine: str) -> list[Row]:
+def sensitivity(runtime: Runtime, base: Case) -> list[Row]:
     """Other noise, time, guidance scale and conditioning must each give other output than `base` (full length)."""
     spec = runtime.spec
     program = runtime.programs[base.program]
@@ -329,7 +332,7 @@ def sensitivity(runtime: Runtime, base: Case, engine: str) -> list[Row]:
     return [
         Row(
             check="sensitivity",
-            engine=engine,
+            engine=engine_of(runtime, base),
             bucket=base.bucket,
             lengths=base.lengths,
             program=base.program,
@@ -373,34 +376,48 @@ def load_recording(folder: Path) -> Recording:
         ) from error
 
 
-def time_steps(runtime: Runtime, eager: Runtime, recording: Recording, seconds: float = 4.0) -> list[StepTime]:
-    """One guided evaluation of engine and eager per bucket, interleaved, medians. For the report, not for claims."""
-    times = []
-    for case in _one_per_bucket(recording.cases):
-        calls = [_evaluation(r, case) for r in (runtime, eager)]
-        for call in calls:
-            call()
-        rounds: list[list[float]] = [[], []]
-        end = time.perf_counter() + seconds
-        while len(rounds[0]) < 3 or (time.perf_counter() < end and len(rounds[0]) < 15):
-            for samples, call in zip(rounds, calls, strict=True):
-                start = time.perf_counter()
-                call()
-                samples.append(time.perf_counter() - start)
-        engine, reference = (1e3 * statistics.median(samples) for samples in rounds)
-        rows = case.sizes[BATCH] * (len(runtime.spec.guidance.branches) if case.guided and runtime.spec.guidance else 1)
-        times.append(StepTime(case.bucket, rows, engine, reference))
-    return times
-
-
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of one evaluation of `rows` packed rows, preparation not counted."""
+    """Milliseconds of one evaluation of `rows` packed rows, preparation not counted, by candidate.
+
+    The n-th figures of all candidates were taken in the same round.
+    """
 
     bucket: Mapping[str, int]
     rows: int
-    engine_ms: float
-    eager_ms: float
+    samples_ms: Mapping[str, tuple[float, ...]]
+
+    def median_ms(self, candidate: str) -> float:
+        return statistics.median(self.samples_ms[candidate])
+
+
+def time_steps(
+    candidates: Mapping[str, Runtime], recording: Recording, seconds: float = 4.0, pause_s: float = 0.0
+) -> list[StepTime]:
+    """One guided evaluation of every candidate per bucket, interleaved. For choices and reports, not for claims.
+
+    seconds: per bucket, about. pause_s: before each call, so that threads a candidate left spinning do not slow the
+    next one.
+    """
+    times = []
+    for case in _one_per_bucket(recording.cases):
+        calls = {name: _evaluation(runtime, case) for name, runtime in candidates.items()}
+        for call in calls.values():
+            call()
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        end = time.perf_counter() + seconds
+        for round_number in range(MAX_ROUNDS):
+            if round_number >= MIN_ROUNDS and time.perf_counter() > end:
+                break
+            for name, call in calls.items():
+                time.sleep(pause_s)
+                start = time.perf_counter()
+                call()
+                samples[name].append(1e3 * (time.perf_counter() - start))
+        spec = next(iter(candidates.values())).spec
+        rows = case.sizes[BATCH] * (len(spec.guidance.branches) if case.guided and spec.guidance else 1)
+        times.append(StepTime(case.bucket, rows, {name: tuple(values) for name, values in samples.items()}))
+    return times
 
 
 def _one_per_bucket(cases: Iterable[Case]) -> list[Case]:

@@ -79,6 +79,14 @@ class Input(_Data):
         return DTYPES[self.dtype]
 
 
+class TensorSpec(_Data):
+    """A tensor at a stage's border. shape: numbers, "B", "N" (evaluations), names of dims, or expressions of them."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
 class Parameter(_Data):
     """One argument of upstream's call, and what it feeds.
 

@@ -14,15 +14,13 @@ from voicehub_aot import adapters
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import Model, build, eager_runtime
 from voicehub_aot.compilation import Options, Progress
-from voicehub_aot.engines import aoti
+from voicehub_aot.engines import ENGINES, eager
 from voicehub_aot.errors import EngineUnavailable, UsageError
 from voicehub_aot.golden import Case, find_cases, read_case
 from voicehub_aot.models import from_case
 from voicehub_aot.program import Program
 from voicehub_aot.runtime import Runtime, load
 from voicehub_aot.target import default_target, parse_target
-
-ENGINES = ("eager", aoti.NAME)
 
 
 @dataclass(frozen=True)
@@ -59,21 +57,22 @@ def replay(
     progress: Progress | None = None,
 ) -> list[Outcome]:
     """Run one case. Raises UsageError for a case that is not understood, EngineUnavailable for an unknown engine."""
-    if engine not in ENGINES:
-        raise EngineUnavailable(f"engine {engine!r} is not known; known are {', '.join(ENGINES)}")
+    if engine not in (eager.NAME, *ENGINES):
+        raise EngineUnavailable(f"engine {engine!r} is not known; known are {', '.join((eager.NAME, *ENGINES))}")
     case = read_case(folder)
     adapter = adapters.load(case.model)
     model, program = from_case(case), adapter.case_program(case)
-    if engine == "eager":
+    if engine == eager.NAME:
         return compare(case, engine, adapter.replay(case, eager_runtime(model.region, [program], case.name)))
     with tempfile.TemporaryDirectory(prefix="voicehub-aot-") as scratch:
-        runtime = _built(model, program, weights_mode, cache, Path(scratch) / "case.aot", progress)
+        runtime = _built(model, program, engine, weights_mode, cache, Path(scratch) / "case.aot", progress)
         return compare(case, engine, adapter.replay(case, runtime))
 
 
 def _built(
     model: Model,
     program: Program,
+    engine: str,
     weights_mode: Literal["packed", "shared"],
     cache: Path | None,
     path: Path,
@@ -83,8 +82,8 @@ def _built(
         Buckets(axes={}),
         (program,),
         parse_target(default_target()),
-        weights_mode,
-        "dynamic",
+        engines=(engine,),
+        weights_mode=weights_mode,
         parity=False,
         cache=cache,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.build import build
@@ -23,7 +24,7 @@ def reweight(
     """
     manifest = store.read_manifest(artifact)
     store.verify_files(artifact, manifest)
-    if manifest.weights_mode != "shared":
+    if not all(engines.get(name).reads_weight_file(manifest.weights_mode) for name in manifest.engine_names):
         raise OptionUnsupported(
             f"{artifact}: its engines hold packed weights; only artifacts built with --weights-mode shared can be "
             "reweighted. Build the fine-tune instead"
@@ -34,7 +35,8 @@ def reweight(
         buckets=manifest.buckets,
         programs=tuple(store.read_programs(artifact, manifest).values()),
         target=manifest.target,
-        weights_mode="shared",
+        engines=manifest.engine_names,
+        weights_mode=manifest.weights_mode,
         shapes=manifest.shapes,
         replace=force,
         engines_from={e.key: artifact / e.path for e in manifest.engines},

@@ -16,11 +16,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry, Manifest
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.denoiser import Denoiser
-from voicehub_aot.engines import StageEngine, aoti
+from voicehub_aot.engines import Source, StageEngine
 from voicehub_aot.errors import (
     ArtifactCorrupt,
     EngineUnavailable,
@@ -170,6 +171,10 @@ class Runtime:
         noise = laid_out.state.to(self.evaluator.dtype)
         velocity = self._velocity(laid_out, self._program(program), self._scale(None), noise)
         return lambda: velocity(row, noise, True)
+
+    def engine_at(self, **sizes: int) -> str:
+        """Name of the engine that evaluates a request of these sizes, by dimension."""
+        return self.evaluator.engine_at({**sizes, **self._fit({BATCH: 1, **sizes})})
 
     def denoiser(self) -> Denoiser:
         """An nn.Module with upstream's call signature, to stand in upstream's own loop."""
@@ -328,7 +333,8 @@ def load(
 ) -> Runtime:
     """Open an artifact built by `voicehub-aot build`.
 
-    threads: compute threads, process-wide; default what affinity and cgroup allow. engine: open only this one.
+    threads: compute threads, process-wide; default what affinity and cgroup allow. engine: open this one; default the
+    one chosen for each bucket by measurement, else the first that was built.
     overflow: "run" lets a dynamic engine take lengths over the largest promised bucket, and counts them in
     `Runtime.overflowed`. concurrency: requests that run at once. Needs no compiler and writes no file. Raises
     ArtifactCorrupt, VersionUnsupported, TargetMismatch, EngineUnavailable or OptionUnsupported.
@@ -338,8 +344,11 @@ def load(
     where = str(path)
     if device != "cpu":
         raise OptionUnsupported(f"{where}: device {device!r}; this artifact was built for {manifest.target.name}")
-    check_target(manifest.target, where)
-    if manifest.versions["torch"].rsplit(".", 1)[0] != torch_minor():
+    entries = _chosen(manifest, engine, where)
+    native = any(engines.get(e.engine).NATIVE for e in entries)
+    if native:
+        check_target(manifest.target, where)
+    if native and manifest.versions["torch"].rsplit(".", 1)[0] != torch_minor():
         raise VersionUnsupported(
             f"{where}: built with torch {manifest.versions['torch']}, this is {torch.__version__}; "
             "compiled code needs the same minor version: rebuild, or install that torch"
@@ -350,18 +359,9 @@ def load(
     torch.set_num_threads(threads or usable_threads())
     programs = store.read_programs(root, manifest)
     tensors = store.map_tensors(root / store.WEIGHTS)
-    opened = [
-        (entry, _open(root, entry, manifest, tensors, concurrency))
-        for entry in manifest.engines
-        if engine is None or entry.engine == engine
-    ]
-    prepare = [o for o in opened if o[0].stage == "prepare"]
-    step = [o for o in opened if o[0].stage == "step"]
-    if not prepare or not step:
-        built = sorted({e.engine for e in manifest.engines})
-        raise EngineUnavailable(f"{where}: engine {engine!r} was not built; built are {', '.join(built)}")
+    prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency)) for entry in entries]
     tables = {name: _table(program, manifest, tensors, where) for name, program in programs.items()}
-    evaluator = StagedEvaluator(manifest.region, prepare[0], step, tables)
+    evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables)
     return Runtime(
         manifest.region,
         evaluator,
@@ -375,19 +375,36 @@ def load(
     )
 
 
+def _chosen(manifest: Manifest, engine: str | None, where: str) -> list[EngineEntry]:
+    """The entries to open: one `prepare`, then the steps.
+
+    engine: None = the one chosen for each bucket, else the first that was built. An engine that was chosen for some
+    buckets serves all it fits when it is asked for by name.
+    """
+    built = manifest.engine_names
+    if engine is not None and engine not in built:
+        raise EngineUnavailable(f"{where}: engine {engine!r} was not built; built are {', '.join(built)}")
+    wanted = engine or (None if manifest.mixed else built[0])
+    mine = [e for e in manifest.engines if wanted in (None, e.engine)]
+    prepare = [e for e in (*mine, *manifest.engines) if e.stage == "prepare"]
+    steps = [e for e in mine if e.stage == "step"]
+    if not prepare or not steps:
+        raise ArtifactCorrupt(f"{where}: holds no engine for a stage; rebuild the artifact")
+    return [prepare[0], *(e.model_copy(update={"serves": ()}) if engine else e for e in steps)]
+
+
 def _open(
     root: Path, entry: EngineEntry, manifest: Manifest, tensors: Mapping[str, torch.Tensor], runners: int
 ) -> StageEngine:
     where = f"{root.name}: {entry.path}"
-    for name, spec in ((c.name, c) for c in entry.constants):
-        have = tensors.get(name)
+    for spec in entry.constants:
+        have = tensors.get(spec.name)
         if have is None or list(have.shape) != list(spec.shape) or have.dtype != DTYPES[spec.dtype]:
-            raise ArtifactCorrupt(f"{where}: weight {name!r} is missing or not {spec.dtype} {list(spec.shape)}")
-    library = f"{entry.path}/{aoti.LIBRARY.as_posix()}"
-    if library not in manifest.files:
-        raise ArtifactCorrupt(f"{where}: {aoti.LIBRARY} is missing; rebuild the artifact")
-    folder = store.pinned(root / entry.path, root / library, manifest.files[library].sha256)
-    return aoti.open_stage(folder, manifest.weights_mode, tensors, runners, where)
+            raise ArtifactCorrupt(f"{where}: weight {spec.name!r} is missing or not {spec.dtype} {list(spec.shape)}")
+    digests = {name: file.sha256 for name, file in manifest.files.items()}
+    constants = {spec.name: tensors[spec.name] for spec in entry.constants}
+    source = Source(root, entry.path, digests, entry.inputs, entry.outputs, constants, where)
+    return engines.get(entry.engine).open_stage(source, runners)
 
 
 def table_key(program: str, value: str) -> str:

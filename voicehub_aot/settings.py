@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from voicehub_aot import adapters, bucket
+from voicehub_aot import adapters, bucket, engines
 from voicehub_aot.build import Model
 from voicehub_aot.compilation import MAX_EVALUATIONS, Options
 from voicehub_aot.errors import OptionUnsupported, UsageError
@@ -28,6 +28,7 @@ class BuildSettings(BaseModel):
     solver: str | None = None
     grid: str | None = None
     sway: float | None = None
+    engine: str | None = None
     weights_mode: str | None = None
     shapes: str | None = None
     target: str | None = None
@@ -67,6 +68,7 @@ def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
         "solver": options.programs[0].solver,
         "grid": settings.grid,
         "sway": settings.sway,
+        "engine": ",".join(options.engines),
         "weights_mode": options.weights_mode,
         "shapes": options.shapes,
         "target": options.target.name,
@@ -116,12 +118,17 @@ def options(
     longest = max(programs, key=lambda p: len(p.times))
     if len(longest.times) > MAX_EVALUATIONS:
         raise UsageError(f"--steps: {longest.name} has {len(longest.times)} evaluations, at most {MAX_EVALUATIONS}")
-    mode = settings.weights_mode or "packed"
-    shapes = settings.shapes or ("dynamic" if mode == "packed" else "static")
+    names = _engines(settings.engine)
+    packs = any(not engines.get(name).reads_weight_file("packed") for name in names)
+    mode = settings.weights_mode or ("packed" if packs else "shared")
+    per_bucket = mode == "shared" and any(engines.get(name).STATIC for name in names)
+    shapes = settings.shapes or ("static" if per_bucket else "dynamic")
     if mode not in ("packed", "shared") or shapes not in ("dynamic", "static"):
         raise OptionUnsupported(
             f"--weights-mode {mode!r} --shapes {shapes!r}: choose packed or shared, dynamic or static"
         )
+    if mode == "packed" and not packs:
+        raise OptionUnsupported(f"--weights-mode packed: {', '.join(names)} always reads the weight file; leave it out")
     if mode == "packed" and shapes == "static":
         raise OptionUnsupported(
             "--shapes static needs --weights-mode shared: packed engines each hold all weights, and one dynamic "
@@ -135,11 +142,22 @@ def options(
         target=parse_target(settings.target or default_target()),
         weights_mode="packed" if mode == "packed" else "shared",
         shapes="dynamic" if shapes == "dynamic" else "static",
+        engines=names,
         jobs=settings.jobs or max(1, usable_threads() // 2),
         parity=parity,
         replace=replace,
         histogram=lengths,
     )
+
+
+def _engines(text: str | None) -> tuple[str, ...]:
+    """Raises EngineUnavailable or MissingDependency for an engine that is unknown or cannot be built here."""
+    names = tuple(part.strip() for part in (text or engines.ENGINES[0]).split(","))
+    if len(set(names)) != len(names):
+        raise UsageError(f"--engine {text!r}: name each engine once")
+    for name in names:
+        engines.get(name).check()
+    return names
 
 
 def _step_counts(text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -24,8 +24,8 @@ import torch
 from torch import fx, nn
 
 from voicehub_aot.errors import StageFailed
-from voicehub_aot.export import Value, example_inputs, example_sizes
-from voicehub_aot.region import BATCH, Binding, RegionSpec
+from voicehub_aot.export import example_inputs, example_sizes
+from voicehub_aot.region import BATCH, Binding, RegionSpec, TensorSpec
 
 aten = torch.ops.aten
 
@@ -60,8 +60,8 @@ class Stage:
 
     name: str
     module: fx.GraphModule
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
     def __call__(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         results = self.module(*(values[i.name] for i in self.inputs))
@@ -234,10 +234,11 @@ class _Split:
             tuple(self.value(n, called) for n, called in zip(targets, names, strict=True)),
         )
 
-    def value(self, node: fx.Node, name: str | None = None) -> Value:
+    def value(self, node: fx.Node, name: str | None = None) -> TensorSpec:
         tensor = node.meta["val"]
         shape = tuple(s if isinstance(s, int) else self.expression(s) for s in tensor.shape)
-        return Value(name or value_name(node), shape, str(tensor.dtype).removeprefix("torch."))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return TensorSpec(name=name or value_name(node), shape=shape, dtype=dtype)
 
     def expression(self, size: torch.SymInt) -> str:
         expression = size.node.expr
@@ -370,7 +371,7 @@ def check(staged: Staged, source: fx.GraphModule, seeds: Iterable[int] = (1, 2))
     return error
 
 
-def stacked_prepare(staged: Staged) -> tuple[nn.Module, tuple[Value, ...], tuple[Value, ...]]:
+def stacked_prepare(staged: Staged) -> tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """The module that runs per request, its inputs and its outputs.
 
     Without time x request work it is `prepare` itself. With it, the table's rows come in stacked [N, ...] and the
@@ -379,18 +380,25 @@ def stacked_prepare(staged: Staged) -> tuple[nn.Module, tuple[Value, ...], tuple
     if staged.rows is None:
         return staged.prepare.module, staged.prepare.inputs, staged.prepare.outputs
     module = _PrepareRows(staged.prepare, staged.rows)
-    tables = tuple(Value(v.name, ("N", *v.shape), v.dtype) for v in module.tables)
+    tables = tuple(_stacked(v) for v in module.tables)
     raw = tuple(v for v in module.raw if v.name not in {i.name for i in staged.prepare.inputs})
-    mixed = tuple(Value(v.name, ("N", *v.shape), v.dtype) for v in staged.rows.outputs)
+    mixed = tuple(_stacked(v) for v in staged.rows.outputs)
     return module, (*staged.prepare.inputs, *raw, *tables), (*staged.prepare.outputs, *mixed)
 
 
+def _stacked(value: TensorSpec) -> TensorSpec:
+    """The value of all evaluations, [N, ...]."""
+    return value.model_copy(update={"shape": ("N", *value.shape)})
+
+
 class _PrepareRows(nn.Module):
-    """prepare, then `rows` mapped over the table's evaluations."""
+    """prepare, then `rows` mapped over the table's evaluations. Holds the weights of both under their own names."""
 
     def __init__(self, prepare: Stage, rows: Stage) -> None:
         super().__init__()
-        self.prepare, self.rows = prepare.module, rows.module
+        for name, tensor in {**prepare.constants, **rows.constants}.items():
+            set_attribute(self, name, tensor)
+        self.stages = (prepare, rows)  # in a tuple, or their weights would be registered again, under longer names
         self.prepare_inputs, self.rows_inputs = prepare.inputs, rows.inputs
         self.prepare_outputs = tuple(o.name for o in prepare.outputs)
         produced = set(self.prepare_outputs)
@@ -401,12 +409,18 @@ class _PrepareRows(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = dict(zip(self.names, values, strict=True))
-        request = self.prepare(*(given[i.name] for i in self.prepare_inputs))
+        prepare, rows = (self._bound(stage) for stage in self.stages)
+        request = prepare(*(given[i.name] for i in self.prepare_inputs))
         given.update(zip(self.prepare_outputs, request, strict=True))
         stacked = {v.name for v in self.tables}
         over = tuple(0 if i.name in stacked else None for i in self.rows_inputs)
-        mixed = torch.vmap(self.rows, in_dims=over)(*(given[i.name] for i in self.rows_inputs))
+        mixed = torch.vmap(rows, in_dims=over)(*(given[i.name] for i in self.rows_inputs))
         return (*request, *mixed)
+
+    def _bound(self, stage: Stage) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """The stage reading this module's weights."""
+        weights = {name: self.get_buffer(name) for name in stage.constants}
+        return lambda *values: torch.func.functional_call(stage.module, weights, values)
 
 
 def matrix_flops(stage: Stage, sizes: Mapping[str, int], symbols: Mapping[str, str]) -> int:

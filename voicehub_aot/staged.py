@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from voicehub_aot.artifacts.manifest import EngineEntry, TensorSpec
+from voicehub_aot.artifacts.manifest import EngineEntry
+from voicehub_aot.bucket import Buckets
 from voicehub_aot.engines import StageEngine
 from voicehub_aot.errors import EngineUnavailable
 from voicehub_aot.program import Program
-from voicehub_aot.region import BATCH, RegionSpec
+from voicehub_aot.region import BATCH, RegionSpec, TensorSpec
 
 
 class Prepared(Protocol):
@@ -34,6 +35,9 @@ class Evaluator(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    def engine_at(self, sizes: Mapping[str, int]) -> str:
+        """Name of the engine that evaluates a request of these sizes."""
+
     def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> Prepared:
         """inputs: packed and padded. sizes: what they are padded to, by dimension; a state may be alone to have one."""
 
@@ -42,10 +46,12 @@ class Evaluator(Protocol):
 class StagedEvaluator:
     """The staged graphs run by engines.
 
-    tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes.
+    tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes, and
+    serves them when it was chosen for the promised bucket they fall into.
     """
 
     spec: RegionSpec
+    buckets: Buckets
     prepare_engine: tuple[EngineEntry, StageEngine]
     step_engines: Sequence[tuple[EngineEntry, StageEngine]]
     tables: Mapping[str, Mapping[str, torch.Tensor]]
@@ -64,9 +70,13 @@ class StagedEvaluator:
             self.spec, step, step_engine, {**inputs, **computed}, {**table, **stacked}, len(program.times)
         )
 
+    def engine_at(self, sizes: Mapping[str, int]) -> str:
+        return self._step_for(sizes)[0].engine
+
     def _step_for(self, sizes: Mapping[str, int]) -> tuple[EngineEntry, StageEngine]:
         for entry, engine in self.step_engines:
-            if all(sizes[dim] == size for dim, size in entry.bucket.items()):
+            fits = all(sizes[dim] == size for dim, size in entry.bucket.items())
+            if fits and (not entry.serves or self.buckets.nearest(sizes) in entry.serves):
                 return entry, engine
         raise EngineUnavailable(f"no step engine was built for sizes {dict(sizes)}")
 

@@ -19,11 +19,11 @@ def verify(
 
     Raises LoadError if it does not open; a report that is false if an engine drifted.
     """
-    runtime = load(path, threads=threads)
     manifest = store.read_manifest(path)
     recording = parity.load_recording(path / store.PARITY)
-    engines = sorted({e.engine for e in manifest.engines})
-    rows = parity.check(runtime, recording, "+".join(engines), progress)
+    rows = []
+    for engine in (None,) if manifest.mixed else manifest.engine_names:
+        rows += parity.check(load(path, threads=threads, engine=engine), recording, progress)
     return report_of(manifest, rows, ())
 
 

@@ -15,23 +15,28 @@ torch's private names are used here and nowhere else. Facts about them, torch 2.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from voicehub_aot.engines import Source, StageCode, Weights, code_digest
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable
-from voicehub_aot.target import VECTOR_BITS, Target
+from voicehub_aot.target import VECTOR_BITS, Target, host_features
 
 if TYPE_CHECKING:
     from torch import fx
 
 NAME = "aoti"
-Weights = Literal["packed", "shared"]
+NATIVE = True
+STATIC = True
 
 FOLDER = Path("data/aotinductor/model")  # where the raw loader looks inside an unpacked package
 LIBRARY = FOLDER / "model.wrapper.so"
@@ -41,10 +46,42 @@ PACKED_MARK = "_linear_pointwise"  # the packed matrix product in generated code
 NOMINAL_THREADS = 16  # how deep loops are made parallel for; the number that runs them is known at run time
 
 _MADV_DONTNEED = 4
+_WORTH_RELEASING = 2**20  # bytes; a library's own writable segment is smaller, and must never be given back
+
+
+def check() -> None:
+    """Part of torch itself."""
+    if not hasattr(torch._C, "_aoti"):
+        raise EngineUnavailable(f"this torch ({torch.__version__}) has no AOTInductor runtime; install another build")
+
+
+def reads_weight_file(weights: Weights) -> bool:
+    return weights == "shared"
+
+
+def settings(weights: Weights, target: Target) -> dict[str, Any]:
+    packed = weights == "packed"
+    return {
+        "code": code_digest(__file__),
+        "options": options(weights, target),
+        "compiler": compiler_version(),
+        "matrix_isa": torch.backends.cpu.get_cpu_capability() if packed else "",
+        "features": sorted(host_features()) if target.isa == "native" else [],
+    }
+
+
+@cache
+def compiler_version() -> str:
+    compiler = os.environ.get("CXX", "g++")
+    try:
+        text = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return text.splitlines()[0]
 
 
 def options(weights: Weights, target: Target) -> dict[str, Any]:
-    """Inductor's settings. Everything here shapes the code, so it is part of an engine's cache key."""
+    """Inductor's settings."""
     settings: dict[str, Any] = {
         "aot_inductor.package": True,
         "aot_inductor.enable_line_tables": False,
@@ -60,18 +97,14 @@ def options(weights: Weights, target: Target) -> dict[str, Any]:
     return {**settings, "aot_inductor.package_constants_in_so": False}
 
 
-def compile_stage(
-    module: fx.GraphModule, inputs: list[torch.Tensor], weights: Weights, target: Target, folder: Path, where: str
-) -> None:
-    """Compile `module` (a flat exported graph) into `folder`. inputs: examples, their sizes steer loop choices.
-
-    Raises CompileFailed with the back end's reason chained, or if packing was asked for and did not happen.
-    """
+def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
+    """Raises CompileFailed with the back end's reason chained, or if packing was asked for and did not happen."""
     from torch._inductor import aot_compile
 
+    module, where = code.graph, code.name
     try:
         with torch.no_grad(), _quiet_compiler(), _weights_stay_outside(weights):
-            files = cast(list[Any], aot_compile(module, tuple(inputs), options=options(weights, target)))
+            files = cast(list[Any], aot_compile(module, code.examples, options=options(weights, target)))
     except Exception as error:  # Inductor raises its own, the compiler's and plain runtime errors
         raise CompileFailed(f"{where}: AOTInductor failed ({type(error).__name__}): {error}") from error
     library = _only(files, ".wrapper.so", where)
@@ -133,6 +166,12 @@ def _linears(module: fx.GraphModule) -> bool:
     return any(n.target == torch.ops.aten.linear.default for n in module.graph.nodes)
 
 
+def install(compiled: Path, root: Path, name: str, target: Target) -> str:
+    path = Path("engines") / NAME / target.folder / name
+    shutil.copytree(compiled / FOLDER.parts[0], root / path / FOLDER.parts[0])
+    return path.as_posix()
+
+
 class AotiStage:
     """One opened stage. `constants` are kept alive here because the library holds bare pointers to them."""
 
@@ -145,29 +184,23 @@ class AotiStage:
         return self._run(inputs)  # type: ignore[no-any-return]
 
 
-def open_stage(
-    folder: Path, weights: Weights, constants: Mapping[str, torch.Tensor], runners: int, where: str
-) -> AotiStage:
-    """Open a compiled folder whose digests the caller has verified.
-
-    constants: shared mode only: every weight the stage reads, under the engine's own names, checked for shape and
-    dtype by the caller against the manifest. runners: calls that may run at once.
-    """
-    if not (folder / LIBRARY).is_file():
+def open_stage(source: Source, runners: int) -> AotiStage:
+    check()
+    where, library = source.where, f"{source.path}/{LIBRARY.as_posix()}"
+    if library not in source.digests:
         raise ArtifactCorrupt(f"{where}: {LIBRARY} is missing; rebuild the artifact")
-    if not hasattr(torch._C, "_aoti"):
-        raise EngineUnavailable(f"{where}: this torch ({torch.__version__}) has no AOTInductor runtime")
+    folder = pinned(source.root / source.path, source.root / library, source.digests[library])
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader(str(folder), "model", False, runners, -1)
         names = loader.get_constant_fqns()
     except RuntimeError as error:
         raise ArtifactCorrupt(f"{where}: the library cannot be opened ({_first_line(error)})") from error
     bound: dict[str, torch.Tensor] = {}
-    if weights == "shared":
-        missing = sorted(set(names) - set(constants))
+    if source.constants:
+        missing = sorted(set(names) - set(source.constants))
         if missing:
             raise ArtifactCorrupt(f"{where}: the weight file lacks {', '.join(missing[:6])}; rebuild the artifact")
-        bound = {name: constants[name] for name in names}
+        bound = {name: source.constants[name] for name in names}
         loader.load_constants(bound, False, True, user_managed=True)
     else:
         release_mapped_weights(folder / LIBRARY)
@@ -176,6 +209,30 @@ def open_stage(
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
+
+
+_pins: dict[tuple[int, int], tuple[str, int, int]] = {}  # (device, inode) -> digest, descriptors of folder and file
+
+
+def pinned(folder: Path, library: Path, digest: str) -> Path:
+    """A name of `folder` that stays right when it is moved, and that no other folder gets while this process lives.
+
+    library: the shared library inside; digest: its sha256. The dynamic linker never unloads an engine (its C++ has
+    unique symbols) and knows it by the path it was opened by, where the engine also looks for its packed weights.
+    Under its plain name, an artifact that was moved would not open again, and one that was replaced would run the
+    code of its predecessor. Raises ArtifactCorrupt if the very file in use was overwritten. Linux only; elsewhere
+    the plain name has to do.
+    """
+    if not Path("/proc/self/fd").is_dir():
+        return folder
+    status = library.stat()
+    key = (status.st_dev, status.st_ino)
+    if key not in _pins:
+        _pins[key] = (digest, os.open(folder, os.O_RDONLY), os.open(library, os.O_RDONLY))
+    known, descriptor, _ = _pins[key]
+    if known != digest:
+        raise ArtifactCorrupt(f"{library}: was overwritten while this process had it open; restart the process")
+    return Path(f"/proc/self/fd/{descriptor}")
 
 
 def release_mapped_weights(library: Path) -> None:
@@ -193,6 +250,7 @@ def release_mapped_weights(library: Path) -> None:
         if match is None or match[4] != wanted:
             continue
         start, end, offset = (int(match[i], 16) for i in (1, 2, 3))
-        if offset % 16384 == 0 and offset + (end - start) >= library.stat().st_size:
+        large = end - start >= _WORTH_RELEASING
+        if large and offset % 16384 == 0 and offset + (end - start) >= library.stat().st_size:
             libc = ctypes.CDLL(None, use_errno=True)
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)

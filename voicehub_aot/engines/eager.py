@@ -21,6 +21,9 @@ class EagerEvaluator:
     def __init__(self, region: Region, dtype: torch.dtype = torch.float32) -> None:
         self.region, self.dtype = region, dtype
 
+    def engine_at(self, sizes: Mapping[str, int]) -> str:
+        return NAME
+
     def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> EagerPrepared:
         cast = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in inputs.items()}
         return EagerPrepared(self, cast, program)

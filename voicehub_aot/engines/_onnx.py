@@ -1,0 +1,201 @@
+"""Stage -> ONNX graph, for every engine that reads ONNX.
+
+The graph has the stage's own names for inputs, outputs and sizes, standard operators only, and its weights by
+reference: each initializer points to its tensor in the artifact's one weight file. ONNX forbids paths that leave the
+graph's folder, so graphs lie beside that file, at the artifact's root.
+
+torch's exporter is used with one translation of ours: a linear layer becomes Gemm with the weight as it is stored.
+Its own becomes Transpose and MatMul, and folding the transpose would make a second copy of every weight.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from voicehub_aot.engines import WEIGHTS, StageCode
+from voicehub_aot.errors import CompileFailed, MissingDependency
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+OPSET = 20  # the last one before Attention became an operator, which runtimes run slower or with fewer masks
+MODEL = "stage.onnx"
+FOLD_AT_MOST = 8192  # elements of a computed constant: shapes and index tables, no weights
+
+TENSOR_NAMES = {"float32": 1, "int64": 7, "bool": 9}  # onnx.TensorProto.DataType
+
+
+def require() -> None:
+    """Raises MissingDependency unless graphs can be written."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency(
+            f"exporting ONNX needs onnx and onnxscript: pip install 'voicehub-aot[onnx]' ({error})"
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Of everything that shapes a graph."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "onnx", "onnx-ir", "onnxscript")} | {"opset": str(OPSET)}
+
+
+def write(code: StageCode, folder: Path) -> None:
+    """folder/stage.onnx, its weights named but not yet placed. Raises CompileFailed or MissingDependency."""
+    require()
+    import onnx
+    import onnx_ir
+
+    try:
+        model = _export(code)
+        _simplify(model, set(code.weights))
+        _name_sizes(model, code)
+        _leave_weights_outside(model, code)
+        proto = onnx_ir.serde.serialize_model(model)
+        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    except Exception as error:  # the exporter and the checker raise a dozen unrelated types
+        raise CompileFailed(f"{code.name}: ONNX export failed ({type(error).__name__}): {error}") from error
+    foreign = sorted({f"{n.domain}.{n.op_type}" for n in proto.graph.node if n.domain not in ("", "ai.onnx")})
+    if foreign or proto.functions:
+        raise CompileFailed(f"{code.name}: ONNX export left operators outside the standard: {', '.join(foreign)}")
+    folder.mkdir(parents=True)
+    onnx.save(proto, folder / MODEL)
+
+
+def install(compiled: Path, root: Path, name: str) -> str:
+    """The graph at the artifact's root, its weights placed in the weight file there; checked. Returns its name."""
+    import onnx
+
+    source = compiled / MODEL if compiled.is_dir() else compiled
+    proto = onnx.load(source, load_external_data=False)
+    places = tensor_places(root / WEIGHTS)
+    for tensor in proto.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            offset, length = places[tensor.name]
+            del tensor.external_data[:]
+            for key, value in (("location", WEIGHTS), ("offset", offset), ("length", length)):
+                tensor.external_data.add(key=key, value=str(value))
+    path = f"{name}.onnx"
+    onnx.save(proto, root / path)
+    onnx.checker.check_model(root / path)
+    return path
+
+
+def tensor_places(file: Path) -> dict[str, tuple[int, int]]:
+    """(offset, length) in bytes of each tensor in a safetensors file. Format: 8 bytes of header size, JSON, data."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    ranges = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (8 + size + begin, end - begin) for name, (begin, end) in ranges.items()}
+
+
+def _linear() -> Callable[..., Any]:
+    """aten.linear as Gemm over flattened rows, weight and bias as they are stored."""
+    from onnxscript import opset20
+
+    op: Any = opset20
+
+    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+        rank = len(x.shape)
+        if rank == 2:
+            return op.Gemm(x, weight, bias, transB=1)
+        rows = op.Gemm(op.Flatten(x, axis=rank - 1), weight, bias, transB=1)
+        width = op.Constant(value_ints=[weight.shape[0]])
+        return op.Reshape(rows, op.Concat(op.Shape(x, start=0, end=-1), width, axis=0))
+
+    return linear
+
+
+def _export(code: StageCode) -> ir.Model:
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exporter.setLevel(logging.ERROR)  # it tells which optional packages it does without
+        try:
+            program = torch.onnx.export(
+                code.program,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[v.name for v in code.inputs],
+                output_names=[v.name for v in code.outputs],
+                custom_translation_table={torch.ops.aten.linear.default: _linear()},
+                optimize=False,
+                verbose=False,
+            )
+        finally:
+            exporter.setLevel(level)
+    assert program is not None
+    return program.model
+
+
+def _simplify(model: ir.Model, weights: set[str]) -> None:
+    """Inline, fold what follows from constants (never from a weight, which a reweight may change), drop the unused."""
+    from onnx_ir import passes
+    from onnxscript.optimizer import fold_constants, inline
+
+    common: Any = passes.common
+
+    def should_fold(node: ir.Node) -> bool | None:
+        return False if any(v is not None and v.name in weights for v in node.inputs) else None
+
+    unused = passes.Sequential(
+        common.RemoveUnusedNodesPass(), common.RemoveUnusedFunctionsPass(), common.RemoveUnusedOpsetsPass()
+    )
+    inline(model)
+    for _ in range(2):
+        limits = {"input_size_limit": FOLD_AT_MOST, "output_size_limit": FOLD_AT_MOST}
+        fold_constants(model, onnx_shape_inference=True, should_fold=should_fold, **limits)
+        unused(model)
+    passes.Sequential(
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.CommonSubexpressionEliminationPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+    )(model)
+
+
+def _name_sizes(model: ir.Model, code: StageCode) -> None:
+    """Sizes that vary get the names the stage gives them, in place of torch's symbols."""
+    import onnx_ir
+
+    names: dict[str, str] = {}
+    for value, spec in zip(model.graph.inputs, code.inputs, strict=True):
+        assert value.shape is not None
+        for size, called in zip(value.shape, spec.shape, strict=True):
+            if isinstance(size, onnx_ir.SymbolicDim) and isinstance(called, str) and called.isidentifier():
+                names[str(size.value)] = called
+
+    def renamed(size: int | ir.SymbolicDim) -> int | str | None:
+        if isinstance(size, int) or size.value is None:
+            return size if isinstance(size, int) else None
+        return re.sub(r"[A-Za-z_]\w*", lambda word: names.get(word[0], word[0]), str(size.value))
+
+    for value in (*model.graph.inputs, *(v for node in model.graph.all_nodes() for v in node.outputs)):
+        if value.shape is not None:
+            value.shape = onnx_ir.Shape([renamed(size) for size in value.shape])
+
+
+def _leave_weights_outside(model: ir.Model, code: StageCode) -> None:
+    """Every weight becomes a reference by name into the weight file."""
+    import onnx_ir
+
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if value.name in code.weights and tensor is not None:
+            value.const_value = onnx_ir.ExternalTensor(
+                WEIGHTS, 0, tensor.nbytes, tensor.dtype, shape=onnx_ir.Shape(tensor.shape.numpy()), name=str(value.name)
+            )
