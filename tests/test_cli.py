@@ -257,7 +257,7 @@ def test_a_build_prints_one_document_and_its_progress_beside_it(small: Built) ->
     assert small.ran.document["artifact"] == str(small.output)
     assert (small.ran.document["model"], small.ran.document["config"]) == ("supertonic", "tiny")
     assert f"wrote {small.output}" in small.ran.err
-    assert "engine step: from cache" in small.ran.err
+    assert "engine aoti step: from cache" in small.ran.err
 
 
 def test_flags_win_over_the_file_of_options(small: Built) -> None:

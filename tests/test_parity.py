@@ -63,7 +63,7 @@ def run_with(fault, recording):
     module = Faulty(fault).eval()
     module.load_state_dict(toy.region().module.state_dict())
     runtime = eager_runtime(Region(toy.SPEC, module), PROGRAMS, "toy")
-    return parity.check(runtime, recording, "faulty")
+    return parity.check(runtime, recording)
 
 
 def test_the_model_itself_passes_every_row(recording):
