@@ -4,8 +4,9 @@ The graph has the stage's own names for inputs, outputs and sizes, standard oper
 reference: each initializer points to its tensor in the artifact's one weight file. ONNX forbids paths that leave the
 graph's folder, so graphs lie beside that file, at the artifact's root.
 
-torch's exporter is used with one translation of ours: a linear layer becomes Gemm with the weight as it is stored.
-Its own becomes Transpose and MatMul, and folding the transpose would make a second copy of every weight.
+torch's exporter is used with two translations of ours. A linear layer becomes Gemm with the weight as it is stored; by
+default it becomes Transpose and MatMul, and folding the transpose would make a second copy of every weight. Attention
+stays one operator.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from voicehub_aot.errors import CompileFailed, MissingDependency
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-OPSET = 20  # the last one before Attention became an operator, which runtimes run slower or with fewer masks
+OPSET = 23  # the first one with attention as an operator
 MODEL = "stage.onnx"
 FOLD_AT_MOST = 8192  # elements of a computed constant: shapes and index tables, no weights
 
@@ -58,8 +60,9 @@ def write(code: StageCode, folder: Path) -> None:
     import onnx_ir
 
     try:
-        model = _export(code)
-        _simplify(model, set(code.weights))
+        with _quiet("torch.onnx", "onnx_ir", "onnxscript"):
+            model = _export(code)
+            _simplify(model, code.weights)
         _name_sizes(model, code)
         _leave_weights_outside(model, code)
         proto = onnx_ir.serde.serialize_model(model)
@@ -102,13 +105,30 @@ def tensor_places(file: Path) -> dict[str, tuple[int, int]]:
     return {name: (8 + size + begin, end - begin) for name, (begin, end) in ranges.items()}
 
 
-def _linear() -> Callable[..., Any]:
-    """aten.linear as Gemm over flattened rows, weight and bias as they are stored."""
-    from onnxscript import opset20
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """These loggers tell of optional packages they do without, and of every constant they leave alone."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
-    op: Any = opset20
+
+def _translations() -> dict[Any, Any]:
+    """Operations that are translated our way."""
+    from onnxscript import opset23
+
+    op: Any = opset23
 
     def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+        """Gemm over flattened rows, weight and bias as they are stored."""
         rank = len(x.shape)
         if rank == 2:
             return op.Gemm(x, weight, bias, transB=1)
@@ -116,56 +136,68 @@ def _linear() -> Callable[..., Any]:
         width = op.Constant(value_ints=[weight.shape[0]])
         return op.Reshape(rows, op.Concat(op.Shape(x, start=0, end=-1), width, axis=0))
 
-    return linear
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        """One operator. onnxruntime 1.32 takes no mask that leaves the queries to broadcasting."""
+        if attn_mask is not None:
+            ones = op.Constant(value_ints=[1, 1])
+            one = op.Constant(value_ints=[1])
+            attn_mask = op.Expand(attn_mask, op.Concat(ones, op.Shape(query, start=2, end=3), one, axis=0))
+        result, *_ = op.Attention(query, key, value, attn_mask, is_causal=int(is_causal), scale=scale)
+        return result
+
+    return {
+        torch.ops.aten.linear.default: linear,
+        torch.ops.aten.scaled_dot_product_attention.default: attention,
+    }
 
 
 def _export(code: StageCode) -> ir.Model:
-    exporter = logging.getLogger("torch.onnx")
-    level = exporter.level
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exporter.setLevel(logging.ERROR)  # it tells which optional packages it does without
-        try:
-            program = torch.onnx.export(
-                code.program,
-                dynamo=True,
-                opset_version=OPSET,
-                input_names=[v.name for v in code.inputs],
-                output_names=[v.name for v in code.outputs],
-                custom_translation_table={torch.ops.aten.linear.default: _linear()},
-                optimize=False,
-                verbose=False,
-            )
-        finally:
-            exporter.setLevel(level)
+    with torch.no_grad():
+        program = torch.onnx.export(
+            code.program,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=[v.name for v in code.inputs],
+            output_names=[v.name for v in code.outputs],
+            custom_translation_table=_translations(),
+            optimize=False,
+            verbose=False,
+        )
     assert program is not None
     return program.model
 
 
-def _simplify(model: ir.Model, weights: set[str]) -> None:
-    """Inline, fold what follows from constants (never from a weight, which a reweight may change), drop the unused."""
+def _simplify(model: ir.Model, weights: Collection[str]) -> None:
+    """Inline, fold what follows from constants, drop the unused.
+
+    Weights are hidden meanwhile: nothing folded may follow from one, which a reweight would change.
+    """
     from onnx_ir import passes
     from onnxscript.optimizer import fold_constants, inline
 
     common: Any = passes.common
-
-    def should_fold(node: ir.Node) -> bool | None:
-        return False if any(v is not None and v.name in weights for v in node.inputs) else None
-
+    hidden = {value: value.const_value for name, value in model.graph.initializers.items() if name in weights}
+    for value in hidden:
+        value.const_value = None
     unused = passes.Sequential(
         common.RemoveUnusedNodesPass(), common.RemoveUnusedFunctionsPass(), common.RemoveUnusedOpsetsPass()
     )
     inline(model)
     for _ in range(2):
-        limits = {"input_size_limit": FOLD_AT_MOST, "output_size_limit": FOLD_AT_MOST}
-        fold_constants(model, onnx_shape_inference=True, should_fold=should_fold, **limits)
+        fold_constants(model, onnx_shape_inference=True, input_size_limit=FOLD_AT_MOST, output_size_limit=FOLD_AT_MOST)
         unused(model)
     passes.Sequential(
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),  # of constants: weights that are equal today need not stay so
         common.CommonSubexpressionEliminationPass(),
         common.OutputFixPass(),
         common.NameFixPass(),
     )(model)
+    for value, tensor in hidden.items():
+        value.const_value = tensor
 
 
 def _name_sizes(model: ir.Model, code: StageCode) -> None:
