@@ -100,7 +100,11 @@ class Row(_Data):
 
 
 class Timing(_Data):
-    """One engine in one bucket, in milliseconds a call. flops: of one call. waste: padded work / useful work - 1."""
+    """One engine in one bucket, in milliseconds a call.
+
+    flops: of one call. waste: padded work / useful work - 1. noise: half the distance between the quartiles, as a share
+    of the median. kept: it serves this bucket.
+    """
 
     bucket: dict[str, int]
     rows: int
@@ -109,6 +113,8 @@ class Timing(_Data):
     eager_ms: float
     flops: int
     waste: float | None = None
+    noise: float = 0.0
+    kept: bool = True
 
     @property
     def label(self) -> str:
@@ -132,7 +138,10 @@ class Size(_Data):
 
 
 class ParityReport(_Data):
-    """True iff something was measured and all of it passed. versions: by package name."""
+    """True iff something was measured and all of it passed.
+
+    versions: by package name. left_out: why an engine that was a candidate is not among the timings.
+    """
 
     schema_version: int = SCHEMA_VERSION
     model: str
@@ -143,6 +152,7 @@ class ParityReport(_Data):
     versions: dict[str, str]
     rows: tuple[Row, ...] = ()
     timings: tuple[Timing, ...] = ()
+    left_out: dict[str, str] = {}
     sizes: tuple[Size, ...] = ()
 
     def __bool__(self) -> bool:

@@ -78,6 +78,12 @@ def writing(output: Path, replace: bool) -> Iterator[Path]:
         lock.release()
 
 
+def empty(folder: Path) -> None:
+    """Remove what a folder holds."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def _check_free(output: Path, replace: bool) -> None:
     if output.exists() and not replace:
         raise UsageError(f"{output} exists; give another --output, or --force to replace it")

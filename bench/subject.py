@@ -13,7 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from voicehub_aot.artifacts.manifest import Manifest
-    from voicehub_aot.build import Model
+    from voicehub_aot.assembly import Model
     from voicehub_aot.program import Program
     from voicehub_aot.region import RegionSpec
     from voicehub_aot.runtime import Runtime

@@ -11,8 +11,9 @@ import toy
 from voicehub_aot import parity
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.report import read_json
+from voicehub_aot.assembly import time_table
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.build import bucket_waste, build, time_table
+from voicehub_aot.build import bucket_waste, build
 from voicehub_aot.compilation import Options, compile_into_cache, plan_jobs
 from voicehub_aot.errors import ParityFailed, UsageError, VersionUnsupported
 from voicehub_aot.export import export_region
@@ -112,7 +113,7 @@ def key_of(model=None, **changes):
 
     graph, symbols = export_region((model or toy.model()).region)
     chosen = options(**changes)
-    job = plan_jobs(split(graph, toy.SPEC, symbols), chosen)[1]
+    job = plan_jobs(split(graph, toy.SPEC, symbols), chosen, chosen.engines[0])[1]
     dynamic = {v.name: d for v, d in zip(job.inputs, _dynamic(job, named_dims(toy.SPEC)), strict=True)}
     program = export_program(job.module, job.examples, dynamic, "step")
     code = StageCode("step", program, job.inputs, job.outputs, job.examples)

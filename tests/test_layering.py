@@ -30,6 +30,7 @@ LAYERS = {
     "adapters": {"region", "schedule", "program", "guidance", "golden", "checkpoint", "kernels", "errors"},
     "export": {"kernels", "bucket", "region", "errors"},
     "stage": {"export", "kernels", "bucket", "region", "errors"},
+    "choice": {"errors"},
     "engines": {"kernels", "bucket", "region", "program", "target", "errors"},
     "sampler": {"program", "guidance", "kernels", "errors"},
     "artifacts": {"program", "bucket", "region", "target", "errors"},
@@ -42,8 +43,20 @@ LAYERS["parity"] = {"runtime", "sampler", "artifacts", "bucket", "region", "prog
 LAYERS["verify"] = {"parity", "runtime", "artifacts", "errors"}
 LAYERS["compilation"] = {"export", "stage", "engines", "runtime", "artifacts", "bucket", "program", "region", "target"}
 LAYERS["compilation"] |= {"errors"}
-LAYERS["build"] = LAYERS["compilation"] | {"compilation", "parity", "verify", "__init__"}
-LAYERS["models"] = {"adapters", "artifacts", "build", "compilation", "checkpoint", "golden", "synthetic", "errors"}
+LAYERS["compilation"] |= {"choice"}
+LAYERS["assembly"] = LAYERS["compilation"] | {"compilation", "__init__"}
+LAYERS["build"] = LAYERS["assembly"] | {"assembly", "parity", "verify"}
+LAYERS["models"] = {
+    "assembly",
+    "adapters",
+    "artifacts",
+    "build",
+    "compilation",
+    "checkpoint",
+    "golden",
+    "synthetic",
+    "errors",
+}
 LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
 LAYERS["reweight"] = LAYERS["build"] | {"build", "models"}
 LAYERS["settings"] = LAYERS["build"] | {"adapters", "build"}

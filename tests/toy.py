@@ -10,9 +10,9 @@ from torch import nn
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Checkpoint
+from voicehub_aot.assembly import Model
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.build import Model
-from voicehub_aot.compilation import Options, Progress, cache_dir, compile_all, install_all, plan_jobs
+from voicehub_aot.compilation import Options, Progress, cache_dir, compile_all, install, plan_jobs
 from voicehub_aot.engines import WEIGHTS, Source
 from voicehub_aot.export import export_region
 from voicehub_aot.guidance import Branch, Guidance
@@ -119,11 +119,11 @@ class Compiled:
             weights_mode=mode,
             shapes=shapes,
         )
-        self.prepare, self.step = plan_jobs(self.staged, options)
+        self.prepare, self.step = plan_jobs(self.staged, options, engine)
         compiled = compile_all((self.prepare, self.step), SPEC, options, cache_dir(), Quiet())
         stages = (self.staged.prepare, self.staged.rows, self.staged.step)
         save_file({n: t for stage in stages for n, t in stage.constants.items()}, folder / WEIGHTS)
-        self.entries = install_all(compiled, folder, options)
+        self.entries = [install(item, folder, options) for item in compiled]
 
     def entry(self, job):
         return next(e for e in self.entries if e.stage == job.stage)

@@ -1,4 +1,4 @@
-"""adapter -> Region -> graph -> stages -> engines -> parity -> artifact."""
+"""adapter -> Region -> graph -> stages -> engines -> choice -> parity -> artifact."""
 
 from __future__ import annotations
 
@@ -6,45 +6,37 @@ import copy
 import json
 import logging
 import os
-import platform
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-import voicehub_aot
-from voicehub_aot import engines, parity
+from voicehub_aot import parity
 from voicehub_aot.artifacts import report as reports
 from voicehub_aot.artifacts import store
-from voicehub_aot.artifacts.manifest import Checkpoint, Manifest, StageReport
+from voicehub_aot.artifacts.manifest import Manifest
+from voicehub_aot.assembly import Model, Parts, assemble, sign_again
 from voicehub_aot.bucket import Buckets, waste
-from voicehub_aot.compilation import Options, Progress, cache_dir, compile_all, example_sizes, install_all, plan_jobs
-from voicehub_aot.engines.eager import NAME as EAGER
+from voicehub_aot.choice import EAGER, choose, label, noise
+from voicehub_aot.compilation import Compiled, Options, Progress, cache_dir, compile_all, plan_jobs
 from voicehub_aot.engines.eager import EagerEvaluator
-from voicehub_aot.errors import MissingDependency, ParityFailed
+from voicehub_aot.errors import BuildError, MissingDependency, ParityFailed
 from voicehub_aot.export import MAX_ROWS, export_region
 from voicehub_aot.program import Program
-from voicehub_aot.region import BATCH, Region
-from voicehub_aot.runtime import Runtime, load, table_key
-from voicehub_aot.stage import Staged, StagingError, matrix_flops, split
+from voicehub_aot.region import Region
+from voicehub_aot.runtime import Runtime, load
+from voicehub_aot.stage import Staged, StagingError, split
 from voicehub_aot.verify import report_of
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Model:
-    """What is to be built: a region with its weights, and where they came from."""
-
-    name: str
-    config_name: str
-    config: Mapping[str, Any]
-    region: Region
-    checkpoint: Checkpoint
+CANDIDATES = "candidates"  # folder of an artifact with every candidate, while they are timed
+TIMING_SECONDS = 4.0  # per bucket
+PAUSE_SECONDS = 0.06  # before a timed call: what an engine left spinning slows the next one
 
 
 def config_values(config: Any) -> dict[str, Any]:
@@ -59,10 +51,11 @@ def build(
     """Build `output`, an artifact directory, whole or not at all.
 
     settings: the resolved options as TOML, kept as config.toml. Raises BuildError (ExportFailed, StageFailed,
-    CompileFailed, ParityFailed) or UsageError. When parity fails the report stays beside the output, as
+    CompileFailed, ParityFailed), GateFailed or UsageError. When parity fails the report stays beside the output, as
     `<output>.parity`.
     """
     progress = progress or Progress()
+    start = time.perf_counter()
     cache = options.cache or cache_dir()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     with store.writing(output, options.replace) as folder:
@@ -70,149 +63,154 @@ def build(
         graph, symbols = export_region(model.region)
         progress.stage("split by binding time")
         staged = split(graph, model.region.spec, symbols)
-        tables = {p.name: time_table(staged, p) for p in options.programs}
-        jobs = plan_jobs(staged, options)
-        progress.stage(f"compile {len(jobs)} stages ({options.weights_mode}, {options.shapes})")
-        compiled = compile_all(jobs, model.region.spec, options, cache, progress)
-        _write_tensors(folder, staged, tables, options)
-        entries = install_all(compiled, folder, options)
-        if settings is not None:
-            (folder / "config.toml").write_text(settings)
-        for program in options.programs:
-            path = folder / store.PROGRAMS / f"{program.name}.json"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(program.model_dump_json(indent=2) + "\n")
-        manifest = Manifest(
-            created_by=f"voicehub-aot {voicehub_aot.__version__}",
-            model=model.name,
-            config_name=model.config_name,
-            config=dict(model.config),
-            checkpoint=model.checkpoint,
-            target=options.target,
-            versions=versions(),
-            region=model.region.spec,
-            buckets=options.buckets,
-            shapes=options.shapes,
-            weights_mode=options.weights_mode,
-            engines=tuple(entries),
-            stages=stage_reports(staged, options.buckets, symbols),
-            folded=tuple(sorted(staged.folded)),
-            programs=tuple(p.name for p in options.programs),
-            files=store.list_files(folder),
+        parts = Parts(model, options, staged, symbols, settings)
+        compiled, left_out = _compile(parts, cache, start, progress)
+        if not options.parity and not options.auto:
+            return assemble(parts, compiled, folder, options.choice)
+        return _Proof(parts, compiled, left_out, start, progress).finish(folder, output)
+
+
+def _compile(parts: Parts, cache: Path, start: float, progress: Progress) -> tuple[list[Compiled], dict[str, str]]:
+    """Every engine's stages, and why a candidate was left out. An engine asked for by name is never left out."""
+    options, spec = parts.options, parts.model.region.spec
+    compiled: list[Compiled] = []
+    left_out: dict[str, str] = {}
+    exported: dict[str, torch.export.ExportedProgram] = {}
+    for name in options.engines:
+        jobs = plan_jobs(parts.staged, options, name)
+        progress.stage(f"compile {len(jobs)} stages for {name} ({options.weights_mode}, {options.shapes})")
+        if options.auto and compiled and time.perf_counter() - start > options.engine_budget:
+            left_out[name] = f"the budget of {options.engine_budget:g} s was spent"
+        else:
+            try:
+                compiled += compile_all(jobs, spec, options, cache, progress, exported)
+            except BuildError as error:
+                if not options.auto:
+                    raise
+                left_out[name] = str(error)
+        if name in left_out:
+            progress.stage(f"left out {name}: {left_out[name]}")
+    if not compiled:
+        raise BuildError(f"{parts.model.name}: no engine could be built: {left_out}")
+    return compiled, left_out
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """One build's way from finished engines to an artifact that was timed and checked."""
+
+    parts: Parts
+    compiled: Sequence[Compiled]
+    left_out: Mapping[str, str]
+    start: float
+    progress: Progress
+
+    def finish(self, folder: Path, output: Path) -> Manifest:
+        """Check and time what was built; with `auto`, keep what is fastest. Writes the reports."""
+        options, model = self.parts.options, self.parts.model
+        self.progress.stage("record the reference (float32 and float64 eager)")
+        eager = eager_runtime(model.region, options.programs, model.name)
+        recording = self._record(eager)
+        if options.auto:
+            times = self._time_candidates(folder / CANDIDATES, eager, recording)
+            manifest, rows = self._choose(folder, times, recording)
+        else:
+            manifest = assemble(self.parts, self.compiled, folder, options.choice)
+            rows = self._check(folder, manifest, recording)
+            times = self._time(folder, manifest, eager, recording)
+        report = report_of(manifest, rows, self._timings(times, manifest), self.left_out)
+        parity.save(recording, folder / store.PARITY)
+        write_reports(report, folder / store.PARITY)
+        if not report:
+            raise _failed(report, folder, output)
+        return sign_again(folder, manifest)
+
+    def _record(self, eager: Runtime) -> parity.Recording:
+        options, region = self.parts.options, self.parts.model.region
+        double = Region(region.spec, copy.deepcopy(region.module).double())
+        exact = eager_runtime(double, options.programs, self.parts.model.name, torch.float64)
+        axes = [a for a in options.buckets.axes if a != "batch"]
+        buckets = options.buckets.combinations(axes) or [{}]
+        max_batch = options.buckets.largest("batch") or MAX_ROWS
+        return parity.record(eager, exact, buckets, max_batch, self.progress.case)
+
+    def _check(self, folder: Path, manifest: Manifest, recording: parity.Recording) -> list[reports.Row]:
+        """Every recorded case, on the mix that was chosen or on each engine in turn."""
+        self.progress.stage("check every engine, bucket and program")
+        rows = [staged_row(self.parts.staged)]
+        for engine in (None,) if manifest.mixed else manifest.engine_names:
+            rows += parity.check(load(folder, engine=engine), recording, self.progress.case)
+        return rows
+
+    def _time(
+        self, folder: Path, manifest: Manifest, eager: Runtime, recording: parity.Recording
+    ) -> list[parity.StepTime]:
+        """Every engine in every bucket; nothing where the engines come with a choice made earlier."""
+        if manifest.mixed:
+            return []
+        self.progress.stage("time engines and eager")
+        runtimes = {name: load(folder, engine=name) for name in manifest.engine_names}
+        left = self.parts.options.engine_budget - (time.perf_counter() - self.start)
+        seconds = max(0.0, min(TIMING_SECONDS, left / len(recording.cases)))
+        return parity.time_steps({EAGER: eager, **runtimes}, recording, seconds, PAUSE_SECONDS)
+
+    def _time_candidates(self, place: Path, eager: Runtime, recording: parity.Recording) -> list[parity.StepTime]:
+        """From an artifact that has them all."""
+        place.mkdir()
+        times = self._time(place, assemble(self.parts, self.compiled, place), eager, recording)
+        shutil.rmtree(place)
+        return times
+
+    def _choose(
+        self, folder: Path, times: Sequence[parity.StepTime], recording: parity.Recording
+    ) -> tuple[Manifest, list[reports.Row]]:
+        """The fastest that pass parity, assembled and checked as they will run together."""
+        order = tuple(dict.fromkeys(item.job.engine for item in self.compiled))
+        refused: set[tuple[str, str]] = set()
+        while True:
+            choice = choose(times, order, refused)
+            for engine, reason in choice.reasons.items():
+                self.progress.stage(f"keep {engine} for {reason}")
+            store.empty(folder)
+            manifest = assemble(self.parts, self.compiled, folder, choice)
+            rows = self._check(folder, manifest, recording)
+            failed = {(row.engine, label(row.bucket)) for row in rows if not row.passed and row.engine != EAGER}
+            if not failed - refused:
+                return manifest, rows
+            self.progress.stage(f"parity failed, choose again: {sorted(failed)}")
+            refused |= failed
+
+    def _timings(self, times: Sequence[parity.StepTime], manifest: Manifest) -> tuple[reports.Timing, ...]:
+        options, axis = self.parts.options, self.parts.model.region.spec.main_dim
+        serving = {(e.engine, label(b)) for e in manifest.engines for b in e.serves}
+        return tuple(
+            reports.Timing(
+                bucket=dict(t.bucket),
+                rows=t.rows,
+                engine=engine,
+                engine_ms=t.median_ms(engine),
+                eager_ms=t.median_ms(EAGER),
+                noise=noise(t.samples_ms[engine]),
+                kept=not options.auto or (engine, label(t.bucket)) in serving,
+                flops=manifest.stages["step"].flops[label(t.bucket)],
+                waste=bucket_waste(options.histogram, options.buckets, t.bucket, axis),
+            )
+            for t in times
+            for engine in t.samples_ms
+            if engine != EAGER
         )
-        store.write_manifest(folder, manifest)
-        if options.parity:
-            _prove(model, options, staged, folder, manifest, output, progress)
-            manifest = manifest.model_copy(update={"files": store.list_files(folder)})
-            store.write_manifest(folder, manifest)
-    return manifest.signed()
 
 
-def versions() -> dict[str, str]:
-    return {
-        "voicehub_aot": voicehub_aot.__version__,
-        "torch": torch.__version__.split("+")[0],
-        "python": platform.python_version(),
-    }
-
-
-def time_table(staged: Staged, program: Program) -> dict[str, torch.Tensor]:
-    """What depends on time alone, one row per evaluation: value name -> [N, ...]."""
-    (clock,) = (i for i in staged.spec.inputs if i.binding == "TIME")
-    with torch.no_grad():
-        rows = [staged.table({clock.name: torch.tensor([t], dtype=torch.float32)}) for t in program.times]
-    return {name: torch.stack([row[name] for row in rows]).contiguous() for name in rows[0]}
-
-
-def bucket_label(bucket: Mapping[str, int]) -> str:
-    return ",".join(f"{k}={v}" for k, v in bucket.items()) or "any"
-
-
-def _write_tensors(
-    folder: Path, staged: Staged, tables: Mapping[str, Mapping[str, torch.Tensor]], options: Options
-) -> None:
-    """weights.safetensors: time tables, and the weights that the stages read, once, if an engine takes them there."""
-    tensors = {table_key(program, value): t for program, table in tables.items() for value, t in table.items()}
-    if any(engines.get(name).reads_weight_file(options.weights_mode) for name in options.engines):
-        for stage in (staged.prepare, staged.rows, staged.step):
-            if stage is not None:
-                tensors.update({n: t.detach().contiguous() for n, t in stage.constants.items()})
-    save_file(tensors, folder / store.WEIGHTS)
-
-
-def stage_reports(staged: Staged, buckets: Buckets, symbols: Mapping[str, str]) -> dict[str, StageReport]:
-    """Node counts, weights and matrix operations of each stage, the latter per bucket at one guided request."""
-    rows = len(staged.spec.guidance.branches) if staged.spec.guidance else 1
-    axes = [a for a in buckets.axes if a != "batch"]
-    result = {}
-    for stage in (staged.table, staged.prepare, staged.rows, staged.step):
-        if stage is None:
-            continue
-        flops = {}
-        for bucket in buckets.combinations(axes) or [{}]:
-            sizes = example_sizes(staged, buckets, bucket) | {BATCH: rows}
-            flops[bucket_label(bucket)] = matrix_flops(stage, sizes, symbols)
-        result[stage.name] = StageReport(
-            nodes=stage.nodes,
-            parameters=sum(t.numel() for t in stage.constants.values()),
-            weight_bytes=stage.weight_bytes,
-            inputs=stage.inputs,
-            outputs=stage.outputs,
-            flops=flops,
-        )
-    return result
-
-
-def _prove(
-    model: Model,
-    options: Options,
-    staged: Staged,
-    folder: Path,
-    manifest: Manifest,
-    output: Path,
-    progress: Progress,
-) -> None:
-    """Record the reference, check the engines, write the reports. Raises ParityFailed."""
-    progress.stage("record the reference (float32 and float64 eager)")
-    eager = eager_runtime(model.region, options.programs, model.name)
-    double = Region(model.region.spec, copy.deepcopy(model.region.module).double())
-    exact = eager_runtime(double, options.programs, model.name, torch.float64)
-    axes = [a for a in options.buckets.axes if a != "batch"]
-    buckets = options.buckets.combinations(axes) or [{}]
-    max_batch = options.buckets.largest("batch") or MAX_ROWS
-    recording = parity.record(eager, exact, buckets, max_batch, progress.case)
-    del exact, double
-    progress.stage("check every engine, bucket and program")
-    runtimes = {name: load(folder, engine=name) for name in manifest.engine_names}
-    rows = [staged_row(staged)]
-    for runtime in runtimes.values():
-        rows += parity.check(runtime, recording, progress.case)
-    progress.stage("time engines and eager")
-    timings = [
-        reports.Timing(
-            bucket=dict(t.bucket),
-            rows=t.rows,
-            engine=name,
-            engine_ms=t.median_ms(name),
-            eager_ms=t.median_ms(EAGER),
-            flops=manifest.stages["step"].flops[bucket_label(t.bucket)],
-            waste=bucket_waste(options.histogram, options.buckets, t.bucket, model.region.spec.main_dim),
-        )
-        for t in parity.time_steps({EAGER: eager, **runtimes}, recording)
-        for name in runtimes
-    ]
-    report = report_of(manifest, rows, tuple(timings))
-    parity.save(recording, folder / store.PARITY)
-    write_reports(report, folder / store.PARITY)
-    if not report:
-        kept = output.absolute().with_name(output.name + ".parity")
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(folder / store.PARITY, kept)
-        worst = report.failures[0]
-        raise ParityFailed(
-            f"{manifest.model}: {len(report.failures)} of {len(rows)} parity rows failed, first {worst.name}: distance "
-            f"{worst.distance:.3g}, budget {worst.budget:.3g} {worst.note}; no artifact was written, see {kept}"
-        )
+def _failed(report: reports.ParityReport, folder: Path, output: Path) -> ParityFailed:
+    """The error; the report moves beside the output."""
+    kept = output.absolute().with_name(output.name + ".parity")
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(folder / store.PARITY, kept)
+    worst = report.failures[0]
+    return ParityFailed(
+        f"{report.model}: {len(report.failures)} of {len(report.rows)} parity rows failed, first {worst.name}: "
+        f"distance {worst.distance:.3g}, budget {worst.budget:.3g} {worst.note}; no artifact was written, see {kept}"
+    )
 
 
 def staged_row(staged: Staged) -> reports.Row:

@@ -32,6 +32,7 @@ BucketTexts = Annotated[
     list[str] | None, typer.Option("--buckets", help="64,128 (main axis) or frames=64,128 text=100 batch=1,2.")
 ]
 WeightsMode = Annotated[str | None, typer.Option(help="packed (CPU default) or shared.")]
+ENGINE_HELP = "aoti (default) or onnxruntime; several, as aoti,onnxruntime; or auto: the fastest in each bucket."
 Jobs = Annotated[int | None, typer.Option(help="Compilations at once; default half the processors.")]
 
 
@@ -60,8 +61,9 @@ def build(
     solver: Annotated[str | None, typer.Option(help="Default the model's.")] = None,
     grid: Annotated[str | None, typer.Option(help="Time grid; default the model's.")] = None,
     sway: Annotated[float | None, typer.Option(help="Sway coefficient; 0 = none; default the model's.")] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="aoti (default), onnxruntime, or several: aoti,onnxruntime.")
+    engine: Annotated[str | None, typer.Option(help=ENGINE_HELP)] = None,
+    engine_budget: Annotated[
+        float | None, typer.Option(help="With auto: seconds after which no further engine is tried.")
     ] = None,
     weights_mode: WeightsMode = None,
     shapes: Annotated[str | None, typer.Option(help="dynamic or static (shared only; its default).")] = None,
@@ -82,7 +84,7 @@ def build(
     given = {
         "config": config, "checkpoint": checkpoint, "buckets": buckets, "steps": steps, "solver": solver,
         "grid": grid, "sway": sway, "engine": engine, "weights_mode": weights_mode, "shapes": shapes, "target": target,
-        "jobs": jobs,
+        "jobs": jobs, "engine_budget": engine_budget,
     }  # fmt: skip
     chosen = settings.BuildSettings.merge(file, given)
     progress = console.ConsoleProgress()

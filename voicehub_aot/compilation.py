@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry
 from voicehub_aot.bucket import Buckets
+from voicehub_aot.choice import Choice
 from voicehub_aot.engines import StageCode
 from voicehub_aot.errors import VersionUnsupported
 from voicehub_aot.export import example_inputs, export_program, named_dims
@@ -47,8 +49,10 @@ RECORD = "engine.json"  # of a finished engine in the cache: its payload, and di
 class Options:
     """How it is to be built.
 
-    engines: all are built; a runtime opens the first unless told otherwise. shapes: static gives one step engine a
-    bucket (of engines that have such), dynamic one for all.
+    shapes: static gives one step engine a bucket (of engines that have such), dynamic one for all.
+    engines: all are built; a runtime opens the first unless told otherwise. auto: they are candidates, and only the
+    fastest in each bucket are kept. engine_budget: seconds after which no further candidate is compiled, and timing is
+    cut short. choice: an earlier one, to be repeated.
     engines_from: finished engines by key; with it nothing is compiled, and a key that is missing is an error.
     """
 
@@ -58,6 +62,9 @@ class Options:
     weights_mode: Literal["packed", "shared"] = "packed"
     shapes: Literal["dynamic", "static"] = "dynamic"
     engines: tuple[str, ...] = ("aoti",)
+    auto: bool = False
+    engine_budget: float = math.inf
+    choice: Choice | None = None
     jobs: int = 1
     parity: bool = True
     cache: Path | None = None
@@ -118,24 +125,27 @@ def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def plan_jobs(staged: Staged, options: Options) -> list[Job]:
-    """Per engine: one `prepare` for every size, and a step for each combination of the sizes that are to be fixed."""
+def plan_jobs(staged: Staged, options: Options, engine: str) -> list[Job]:
+    """One `prepare` for every size, and a step for each combination of the sizes that are to be fixed."""
     used = {str(s) for v in staged.step.inputs for s in v.shape}
     values = _example_values(staged, example_sizes(staged, options.buckets, {}))
     module, inputs, outputs = stacked_prepare(staged)
     stacked = {v.name: torch.stack([values[v.name]] * EXAMPLE_EVALUATIONS) for v in inputs if v.shape[:1] == ("N",)}
     prepare = tuple((values | stacked)[v.name] for v in inputs)
-    jobs = []
-    for name in options.engines:
-        static = options.shapes == "static" and engines.get(name).STATIC
-        axes = [a for a in options.buckets.axes if a != "batch" and a in used] if static else []
-        jobs.append(Job(name, "prepare", {}, module, inputs, outputs, prepare))
-        for bucket in options.buckets.combinations(axes) if axes else [{}]:
-            values = _example_values(staged, example_sizes(staged, options.buckets, bucket))
-            examples = tuple(values[v.name] for v in staged.step.inputs)
-            step = staged.step
-            jobs.append(Job(name, "step", bucket, step.module, step.inputs, step.outputs, examples))
-    return jobs
+    static = options.shapes == "static" and engines.get(engine).STATIC
+    axes = [a for a in options.buckets.axes if a != "batch" and a in used] if static else []
+    jobs = [Job(engine, "prepare", {}, module, inputs, outputs, prepare)]
+    for bucket in options.buckets.combinations(axes) if axes else [{}]:
+        values = _example_values(staged, example_sizes(staged, options.buckets, bucket))
+        examples = tuple(values[v.name] for v in staged.step.inputs)
+        step = staged.step
+        jobs.append(Job(engine, "step", bucket, step.module, step.inputs, step.outputs, examples))
+    if options.choice is None:
+        return jobs
+    chosen = options.choice
+    return [
+        j for j in jobs if (j.engine == chosen.prepare if j.stage == "prepare" else chosen.served(engine, j.bucket))
+    ]
 
 
 def example_sizes(staged: Staged, buckets: Buckets, fixed: Mapping[str, int]) -> dict[str, int]:
@@ -197,13 +207,24 @@ class Compiled:
     place: Path
     seconds: float = 0.0
 
+    def reads_weight_file(self, weights: engines.Weights) -> bool:
+        return engines.get(self.job.engine).reads_weight_file(weights)
+
 
 def compile_all(
-    jobs: Sequence[Job], spec: RegionSpec, options: Options, cache: Path, progress: Progress
+    jobs: Sequence[Job],
+    spec: RegionSpec,
+    options: Options,
+    cache: Path,
+    progress: Progress,
+    exported: dict[str, torch.export.ExportedProgram] | None = None,
 ) -> list[Compiled]:
-    """Compile every job, or find it in the cache; in the order of `jobs`."""
+    """Compile every job, or find it in the cache; in the order of `jobs`.
+
+    exported: programs by stage name, used and added to: engines share a stage's export.
+    """
+    exported = {} if exported is None else exported
     dims = named_dims(spec) | {"N": torch.export.Dim("N", min=1, max=MAX_EVALUATIONS)}
-    exported: dict[str, torch.export.ExportedProgram] = {}  # engines share a stage's export
     found: dict[str, Compiled] = {}
     waiting: list[tuple[Compiled, StageCode]] = []
     for job in jobs:
@@ -227,28 +248,22 @@ def compile_all(
     return [found[job.name] for job in jobs]
 
 
-def install_all(compiled: Iterable[Compiled], folder: Path, options: Options) -> list[EngineEntry]:
-    """Copy finished engines into an artifact that has its weight file."""
-    entries = []
-    for item in compiled:
-        job, engine = item.job, engines.get(item.job.engine)
-        reads = engine.reads_weight_file(options.weights_mode)
-        constants = item.payload["constants"] if reads else {}
-        entries.append(
-            EngineEntry(
-                engine=engine.NAME,
-                stage=job.stage,
-                bucket=dict(job.bucket),
-                path=engine.install(item.place, folder, job.stage_name, options.target),
-                inputs=job.inputs,
-                outputs=job.outputs,
-                constants=tuple(TensorSpec(name=n, shape=tuple(s), dtype=d) for n, (s, d) in constants.items()),
-                key=payload_key(item.payload),
-                seconds=round(item.seconds, 2),
-                reason="built by name",
-            )
-        )
-    return entries
+def install(item: Compiled, folder: Path, options: Options) -> EngineEntry:
+    """Copy a finished engine into an artifact that has its weight file."""
+    job, engine = item.job, engines.get(item.job.engine)
+    constants = item.payload["constants"] if item.reads_weight_file(options.weights_mode) else {}
+    return EngineEntry(
+        engine=engine.NAME,
+        stage=job.stage,
+        bucket=dict(job.bucket),
+        path=engine.install(item.place, folder, job.stage_name, options.target),
+        inputs=job.inputs,
+        outputs=job.outputs,
+        constants=tuple(TensorSpec(name=n, shape=tuple(s), dtype=d) for n, (s, d) in constants.items()),
+        key=payload_key(item.payload),
+        seconds=round(item.seconds, 2),
+        reason="",
+    )
 
 
 def _given_engine(given: Mapping[str, Path], key: str, job: Job) -> Path:

@@ -11,7 +11,8 @@ import torch
 
 from voicehub_aot import adapters
 from voicehub_aot.artifacts.manifest import Checkpoint
-from voicehub_aot.build import Model, config_values
+from voicehub_aot.assembly import Model
+from voicehub_aot.build import config_values
 from voicehub_aot.checkpoint import locate
 from voicehub_aot.compilation import weights_digest
 from voicehub_aot.errors import UnknownModel, UsageError

@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 
 from voicehub_aot import adapters
+from voicehub_aot.assembly import Model
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.build import Model, build, eager_runtime
+from voicehub_aot.build import build, eager_runtime
 from voicehub_aot.compilation import Options, Progress
 from voicehub_aot.engines import ENGINES, eager
 from voicehub_aot.errors import EngineUnavailable, UsageError

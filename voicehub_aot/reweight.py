@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.build import build
+from voicehub_aot.choice import Choice
 from voicehub_aot.compilation import Options, Progress
 from voicehub_aot.errors import OptionUnsupported
 from voicehub_aot.models import resolve
@@ -37,8 +39,21 @@ def reweight(
         target=manifest.target,
         engines=manifest.engine_names,
         weights_mode=manifest.weights_mode,
+        choice=_choice(manifest),
         shapes=manifest.shapes,
         replace=force,
         engines_from={e.key: artifact / e.path for e in manifest.engines},
     )
     return build(model, options, output, progress)
+
+
+def _choice(manifest: Manifest) -> Choice | None:
+    """The choice an artifact was built by, if it was."""
+    if not manifest.mixed:
+        return None
+    steps: dict[str, tuple[Mapping[str, int], ...]] = {}
+    for entry in manifest.engines:
+        if entry.stage == "step":
+            steps[entry.engine] = (*steps.get(entry.engine, ()), *entry.serves)
+    prepare = next(e.engine for e in manifest.engines if e.stage == "prepare")
+    return Choice(prepare, steps, {e.engine: e.reason for e in manifest.engines})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +12,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from voicehub_aot import adapters, bucket, engines
-from voicehub_aot.build import Model
+from voicehub_aot.assembly import Model
 from voicehub_aot.compilation import MAX_EVALUATIONS, Options
-from voicehub_aot.errors import OptionUnsupported, UsageError
+from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
 from voicehub_aot.runtime import usable_threads
 from voicehub_aot.target import default_target, parse_target
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"  # every engine is a candidate, the fastest in each bucket is kept
 
 
 class BuildSettings(BaseModel):
@@ -29,6 +35,7 @@ class BuildSettings(BaseModel):
     grid: str | None = None
     sway: float | None = None
     engine: str | None = None
+    engine_budget: float | None = None
     weights_mode: str | None = None
     shapes: str | None = None
     target: str | None = None
@@ -68,7 +75,8 @@ def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
         "solver": options.programs[0].solver,
         "grid": settings.grid,
         "sway": settings.sway,
-        "engine": ",".join(options.engines),
+        "engine": AUTO if options.auto else ",".join(options.engines),
+        "engine_budget": options.engine_budget if options.engine_budget < math.inf else None,
         "weights_mode": options.weights_mode,
         "shapes": options.shapes,
         "target": options.target.name,
@@ -118,7 +126,11 @@ def options(
     longest = max(programs, key=lambda p: len(p.times))
     if len(longest.times) > MAX_EVALUATIONS:
         raise UsageError(f"--steps: {longest.name} has {len(longest.times)} evaluations, at most {MAX_EVALUATIONS}")
-    names = _engines(settings.engine)
+    names, auto = _engines(settings.engine), settings.engine == AUTO
+    if auto and not parity:
+        raise UsageError("--no-parity with --engine auto: auto keeps what passes parity; name an engine instead")
+    if settings.engine_budget is not None and not (auto and settings.engine_budget > 0):
+        raise UsageError(f"--engine-budget {settings.engine_budget!r}: wanted seconds, with --engine auto")
     packs = any(not engines.get(name).reads_weight_file("packed") for name in names)
     mode = settings.weights_mode or ("packed" if packs else "shared")
     per_bucket = mode == "shared" and any(engines.get(name).STATIC for name in names)
@@ -143,6 +155,8 @@ def options(
         weights_mode="packed" if mode == "packed" else "shared",
         shapes="dynamic" if shapes == "dynamic" else "static",
         engines=names,
+        auto=auto,
+        engine_budget=math.inf if settings.engine_budget is None else settings.engine_budget,
         jobs=settings.jobs or max(1, usable_threads() // 2),
         parity=parity,
         replace=replace,
@@ -151,13 +165,27 @@ def options(
 
 
 def _engines(text: str | None) -> tuple[str, ...]:
-    """Raises EngineUnavailable or MissingDependency for an engine that is unknown or cannot be built here."""
+    """The engines named. Raises EngineUnavailable or MissingDependency for one that cannot be built here."""
+    if text == AUTO:
+        return _available()
     names = tuple(part.strip() for part in (text or engines.ENGINES[0]).split(","))
-    if len(set(names)) != len(names):
-        raise UsageError(f"--engine {text!r}: name each engine once")
+    if len(set(names)) != len(names) or AUTO in names:
+        raise UsageError(f"--engine {text!r}: name each engine once, or {AUTO} alone")
     for name in names:
         engines.get(name).check()
     return names
+
+
+def _available() -> tuple[str, ...]:
+    """Every engine that this machine can build; the log says why another is no candidate."""
+    names = []
+    for name in engines.ENGINES:
+        try:
+            engines.get(name).check()
+            names.append(name)
+        except (EngineUnavailable, MissingDependency) as error:
+            log.warning("engine %s is no candidate: %s", name, error)
+    return tuple(names)
 
 
 def _step_counts(text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:

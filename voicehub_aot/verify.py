@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from voicehub_aot import parity
@@ -24,10 +24,15 @@ def verify(
     rows = []
     for engine in (None,) if manifest.mixed else manifest.engine_names:
         rows += parity.check(load(path, threads=threads, engine=engine), recording, progress)
-    return report_of(manifest, rows, ())
+    return report_of(manifest, rows)
 
 
-def report_of(manifest: Manifest, rows: list[reports.Row], timings: tuple[reports.Timing, ...]) -> reports.ParityReport:
+def report_of(
+    manifest: Manifest,
+    rows: Sequence[reports.Row],
+    timings: Sequence[reports.Timing] = (),
+    left_out: Mapping[str, str] | None = None,
+) -> reports.ParityReport:
     """A report with the artifact's identity and sizes."""
     return reports.ParityReport(
         model=manifest.model,
@@ -37,6 +42,7 @@ def report_of(manifest: Manifest, rows: list[reports.Row], timings: tuple[report
         weights_mode=manifest.weights_mode,
         versions=manifest.versions,
         rows=tuple(rows),
-        timings=timings,
+        timings=tuple(timings),
+        left_out=dict(left_out or {}),
         sizes=tuple(reports.Size(name=name, bytes=entry.size) for name, entry in manifest.files.items()),
     )

@@ -77,7 +77,7 @@ def test_packing_that_did_not_happen_fails_the_build(tmp_path, monkeypatch):
     staged = split(built[0], toy.SPEC, built[1])
     monkeypatch.setattr(aoti, "PACKED_MARK", "a mark no code holds")
     options = Options(Buckets(axes={"frames": (16,)}), (euler(linear(2)),), TARGET, cache=tmp_path)
-    jobs = [j for j in plan_jobs(staged, options) if j.stage == "step"]
+    jobs = [j for j in plan_jobs(staged, options, "aoti") if j.stage == "step"]
 
     with pytest.raises(CompileFailed, match="not packed"):
         compile_all(jobs, toy.SPEC, options, tmp_path, toy.Quiet())

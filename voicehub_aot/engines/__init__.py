@@ -100,6 +100,9 @@ class Engine(Protocol):
     def settings(self, weights: Weights, target: Target) -> dict[str, Any]:
         """Everything but the graph that shapes the compiled code, as JSON: part of its key in the cache."""
 
+    def versions(self) -> dict[str, str]:
+        """Of the packages, beside torch, that its code needs or was made by."""
+
     def compile_stage(self, code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
         """Compile into `folder`, which does not exist yet. Raises CompileFailed."""
 

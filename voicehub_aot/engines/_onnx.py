@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
     """Of everything that shapes a graph."""
     from importlib.metadata import version
 
-    return {name: version(name) for name in ("torch", "onnx", "onnx-ir", "onnxscript")} | {"opset": str(OPSET)}
+    return {name: version(name) for name in ("onnx", "onnx-ir", "onnxscript")} | {"opset": str(OPSET)}
 
 
 def write(code: StageCode, folder: Path) -> None:

@@ -70,6 +70,10 @@ def settings(weights: Weights, target: Target) -> dict[str, Any]:
     }
 
 
+def versions() -> dict[str, str]:
+    return {}
+
+
 @cache
 def compiler_version() -> str:
     compiler = os.environ.get("CXX", "g++")

@@ -64,6 +64,10 @@ def settings(weights: Weights, target: Target) -> dict[str, Any]:
     return {"code": code_digest(_onnx.__file__), **_onnx.versions()}
 
 
+def versions() -> dict[str, str]:
+    return {"onnxruntime": str(_runtime().__version__), **_onnx.versions()}
+
+
 def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
     _onnx.write(code, folder)
 

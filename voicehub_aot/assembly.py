@@ -1,0 +1,162 @@
+"""Stages and finished engines -> an artifact's folder."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import voicehub_aot
+from voicehub_aot import engines
+from voicehub_aot.artifacts import store
+from voicehub_aot.artifacts.manifest import Checkpoint, EngineEntry, Manifest, StageReport
+from voicehub_aot.bucket import Buckets
+from voicehub_aot.choice import Choice, label
+from voicehub_aot.compilation import Compiled, Options, example_sizes, install
+from voicehub_aot.program import Program
+from voicehub_aot.region import BATCH, Region
+from voicehub_aot.runtime import table_key
+from voicehub_aot.stage import Staged, matrix_flops
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is to be built: a region with its weights, and where they came from."""
+
+    name: str
+    config_name: str
+    config: Mapping[str, Any]
+    region: Region
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an artifact is assembled from, beside its engines. symbols: the graph's own symbol of each named size.
+
+    settings: the resolved options as TOML, kept as config.toml.
+    """
+
+    model: Model
+    options: Options
+    staged: Staged
+    symbols: Mapping[str, str]
+    settings: str | None
+
+    @cached_property
+    def tables(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {p.name: time_table(self.staged, p) for p in self.options.programs}
+
+
+def time_table(staged: Staged, program: Program) -> dict[str, torch.Tensor]:
+    """What depends on time alone, one row per evaluation: value name -> [N, ...]."""
+    (clock,) = (i for i in staged.spec.inputs if i.binding == "TIME")
+    with torch.no_grad():
+        rows = [staged.table({clock.name: torch.tensor([t], dtype=torch.float32)}) for t in program.times]
+    return {name: torch.stack([row[name] for row in rows]).contiguous() for name in rows[0]}
+
+
+def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: Choice | None = None) -> Manifest:
+    """Fill `folder`, which is empty: weights, programs, engines, manifest. choice: keep only what it serves."""
+    options = parts.options
+    kept = [(item, serves) for item in compiled if (serves := _serves(item, choice)) is not None]
+    reads = [item.reads_weight_file(options.weights_mode) for item, _ in kept]
+    save_file(_tensors(parts, weights=any(reads)), folder / store.WEIGHTS)
+    entries: list[EngineEntry] = []
+    for item, serves in kept:
+        reason = choice.reasons.get(item.job.engine, "") if choice else "built by name"
+        entry = install(item, folder, options).model_copy(update={"serves": serves, "reason": reason})
+        entries.append(entry)
+    if parts.settings is not None:
+        (folder / "config.toml").write_text(parts.settings)
+    for program in options.programs:
+        path = folder / store.PROGRAMS / f"{program.name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(program.model_dump_json(indent=2) + "\n")
+    manifest = Manifest(
+        created_by=f"voicehub-aot {voicehub_aot.__version__}",
+        model=parts.model.name,
+        config_name=parts.model.config_name,
+        config=dict(parts.model.config),
+        checkpoint=parts.model.checkpoint,
+        target=options.target,
+        versions=versions(entries),
+        region=parts.model.region.spec,
+        buckets=options.buckets,
+        shapes=options.shapes,
+        weights_mode="shared" if all(reads) else options.weights_mode,
+        engines=tuple(entries),
+        stages=stage_reports(parts.staged, options.buckets, parts.symbols),
+        folded=tuple(sorted(parts.staged.folded)),
+        programs=tuple(p.name for p in options.programs),
+        files=store.list_files(folder),
+    )
+    store.write_manifest(folder, manifest)
+    return manifest.signed()
+
+
+def sign_again(folder: Path, manifest: Manifest) -> Manifest:
+    """The manifest over the files that `folder` has by now."""
+    manifest = manifest.model_copy(update={"files": store.list_files(folder)})
+    store.write_manifest(folder, manifest)
+    return manifest.signed()
+
+
+def _serves(item: Compiled, choice: Choice | None) -> tuple[dict[str, int], ...] | None:
+    """The buckets an engine serves by choice, () for all that it fits; None if it is left out."""
+    if choice is None:
+        return ()
+    if item.job.stage == "prepare":
+        return () if item.job.engine == choice.prepare else None
+    return choice.served(item.job.engine, item.job.bucket) or None
+
+
+def _tensors(parts: Parts, weights: bool) -> dict[str, torch.Tensor]:
+    """The weight file: time tables, and if an engine reads them there, the weights of the stages, once."""
+    tensors = {table_key(program, name): t for program, table in parts.tables.items() for name, t in table.items()}
+    if weights:
+        for stage in (parts.staged.prepare, parts.staged.rows, parts.staged.step):
+            if stage is not None:
+                tensors.update({n: t.detach().contiguous() for n, t in stage.constants.items()})
+    return tensors
+
+
+def versions(entries: Sequence[EngineEntry]) -> dict[str, str]:
+    """Of what built it. torch's is checked at load by engines that are bound to it."""
+    own = {
+        "voicehub_aot": voicehub_aot.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "python": platform.python_version(),
+    }
+    for entry in entries:
+        own.update(engines.get(entry.engine).versions())
+    return own
+
+
+def stage_reports(staged: Staged, buckets: Buckets, symbols: Mapping[str, str]) -> dict[str, StageReport]:
+    """Node counts, weights and matrix operations of each stage, the latter per bucket at one guided request."""
+    rows = len(staged.spec.guidance.branches) if staged.spec.guidance else 1
+    axes = [a for a in buckets.axes if a != "batch"]
+    result = {}
+    for stage in (staged.table, staged.prepare, staged.rows, staged.step):
+        if stage is None:
+            continue
+        flops = {}
+        for bucket in buckets.combinations(axes) or [{}]:
+            sizes = example_sizes(staged, buckets, bucket) | {BATCH: rows}
+            flops[label(bucket)] = matrix_flops(stage, sizes, symbols)
+        result[stage.name] = StageReport(
+            nodes=stage.nodes,
+            parameters=sum(t.numel() for t in stage.constants.values()),
+            weight_bytes=stage.weight_bytes,
+            inputs=stage.inputs,
+            outputs=stage.outputs,
+            flops=flops,
+        )
+    return result
