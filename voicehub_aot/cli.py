@@ -61,7 +61,7 @@ def build(
     grid: Annotated[str | None, typer.Option(help="Time grid; default the model's.")] = None,
     sway: Annotated[float | None, typer.Option(help="Sway coefficient; 0 = none; default the model's.")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="aoti (default), onnxruntime, or several: aoti,onnxruntime.")
+        str | None, typer.Option(help="aoti (default), onnxruntime, tensorrt, or several: aoti,onnxruntime.")
     ] = None,
     weights_mode: WeightsMode = None,
     shapes: Annotated[str | None, typer.Option(help="dynamic or static (shared only; its default).")] = None,
@@ -185,7 +185,7 @@ def sample(
 @app.command()
 def replay(
     cases: Annotated[list[Path], typer.Argument(help="Case folders, or folders of them.")],
-    engine: Annotated[str, typer.Option(help="eager, aoti or onnxruntime.")] = "eager",
+    engine: Annotated[str, typer.Option(help="eager, aoti, onnxruntime or tensorrt.")] = "eager",
     weights_mode: WeightsMode = None,
     as_json: Json = False,
     verbose: Verbose = False,
