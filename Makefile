@@ -1,4 +1,4 @@
-# make venv | test | lint | slow | oracle | demo | bench | clean. Each target brings the environment it needs.
+# make venv | test | lint | slow | oracle | gpu-check | demo | bench | clean. Each target brings the environment it needs.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -16,7 +16,7 @@ UPSTREAM_NEEDS := einops==0.8.2 frozendict==2.5.1 loguru==0.7.3 pypinyin==0.55.0
 # The current folder never shadows an installed package (there is one called `kernels`).
 export PYTHONSAFEPATH := 1
 
-.PHONY: venv test lint slow oracle demo bench clean build/links
+.PHONY: venv test lint slow oracle gpu-check demo bench clean build/links
 
 venv: .venv/stamp
 
@@ -39,6 +39,10 @@ slow: venv
 
 oracle: $(ORACLE)/upstream
 	$(ORACLE)/bin/pytest -m oracle
+
+# On a machine with a CUDA device. Tests of an engine whose package is missing skip, and say so.
+gpu-check: venv
+	$(BIN)/pytest -m gpu -rs --durations=15
 
 $(ORACLE)/upstream: $(ORACLE)/stamp Makefile
 	$(ORACLE)/bin/python $(PIP_INSTALL) $(UPSTREAM_NEEDS)

@@ -29,7 +29,7 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.choice import Choice
-from voicehub_aot.engines import StageCode
+from voicehub_aot.engines import Span, StageCode
 from voicehub_aot.errors import VersionUnsupported
 from voicehub_aot.export import example_inputs, export_program, named_dims
 from voicehub_aot.program import Program
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 EXAMPLE_EVALUATIONS = 5
 MAX_EVALUATIONS = 4096
+UNPROMISED_REQUESTS = (1, 4)  # what an engine that needs a range serves at once, if no batch was promised
 RECORD = "engine.json"  # of a finished engine in the cache: its payload, and digests of its files
 
 
@@ -157,6 +158,24 @@ def example_sizes(staged: Staged, buckets: Buckets, fixed: Mapping[str, int]) ->
     return sizes
 
 
+def size_spans(spec: RegionSpec, options: Options) -> dict[str, tuple[Span, ...]]:
+    """What each size that varies must serve, by name: one span for each of its buckets, else the region's own limits.
+
+    Rows are requests x guidance branches. "N": evaluations of the programs.
+    """
+    axes = options.buckets.axes
+    branches = len(spec.guidance.branches) if spec.guidance else 1
+    rows = [branches * n for n in axes.get("batch", UNPROMISED_REQUESTS)]
+    spans = {dim.name: _between(dim.min, axes.get(dim.name, (dim.max,))) for dim in spec.dims}
+    return {**spans, BATCH: _between(1, rows), "N": ((1, max(len(p.times) for p in options.programs)),)}
+
+
+def _between(least: int, sizes: Sequence[int]) -> tuple[Span, ...]:
+    """least=1, sizes (64, 128) -> (1, 64), (65, 128)."""
+    starts = (least, *(size + 1 for size in sizes))
+    return tuple(zip(starts, sizes, strict=False))
+
+
 def _example_values(staged: Staged, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
     values = example_inputs(staged.spec, sizes)
     with torch.no_grad():
@@ -225,6 +244,7 @@ def compile_all(
     """
     exported = {} if exported is None else exported
     dims = named_dims(spec) | {"N": torch.export.Dim("N", min=1, max=MAX_EVALUATIONS)}
+    spans = size_spans(spec, options)
     found: dict[str, Compiled] = {}
     waiting: list[tuple[Compiled, StageCode]] = []
     for job in jobs:
@@ -233,7 +253,7 @@ def compile_all(
             dynamic = {v.name: sizes for v, sizes in zip(job.inputs, _dynamic(job, dims), strict=True)}
             exported[job.stage_name] = export_program(job.module, job.examples, dynamic, job.name)
         program = exported[job.stage_name]
-        code = StageCode(job.stage_name, program, job.inputs, job.outputs, job.examples)
+        code = StageCode(job.stage_name, program, job.inputs, job.outputs, job.examples, spans, cache)
         payload = engine_payload(code, job, options)
         place = cache / "engines" / payload_key(payload)
         compiled = Compiled(job, payload, place)
@@ -343,7 +363,7 @@ def engine_payload(code: StageCode, job: Job, options: Options) -> dict[str, Any
         "examples": [[list(t.shape), str(t.dtype)] for t in job.examples],
         "constants": shapes,
         "weights": "" if engine.reads_weight_file(options.weights_mode) else weights_digest(code.weights),
-        "settings": engine.settings(options.weights_mode, options.target),
+        "settings": engine.settings(code, options.weights_mode, options.target),
         "torch": torch.__version__,
     }
 

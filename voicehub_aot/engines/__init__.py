@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 ENGINES = (
     "aoti",
     "onnxruntime",
+    "tensorrt",
 )
 WEIGHTS = "weights.safetensors"  # the artifact's one weight file
 Weights = Literal["packed", "shared"]
+Span = tuple[int, int]  # of a size: from, to, both included
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class StageCode:
     """One stage to compile.
 
     name: of its files, e.g. "step-frames128". program: exported, its weights under the region's names; sizes that may
-    vary are symbols. examples: inputs whose sizes steer loop choices.
+    vary are symbols. examples: inputs whose sizes steer loop choices. spans: what each varying size must serve, by
+    name: one span a promised bucket, ascending, without gaps. cache: a folder that outlives the build, for what makes
+    later ones faster.
     """
 
     name: str
@@ -43,6 +47,8 @@ class StageCode:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     examples: tuple[torch.Tensor, ...]
+    spans: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
+    cache: Path | None = None
 
     @cached_property
     def graph(self) -> fx.GraphModule:
@@ -97,7 +103,7 @@ class Engine(Protocol):
     def reads_weight_file(self, weights: Weights) -> bool:
         """False if compiled stages hold their weights."""
 
-    def settings(self, weights: Weights, target: Target) -> dict[str, Any]:
+    def settings(self, code: StageCode, weights: Weights, target: Target) -> dict[str, Any]:
         """Everything but the graph that shapes the compiled code, as JSON: part of its key in the cache."""
 
     def versions(self) -> dict[str, str]:

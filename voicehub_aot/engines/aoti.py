@@ -59,7 +59,7 @@ def reads_weight_file(weights: Weights) -> bool:
     return weights == "shared"
 
 
-def settings(weights: Weights, target: Target) -> dict[str, Any]:
+def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any]:
     packed = weights == "packed"
     return {
         "code": code_digest(__file__),

@@ -59,7 +59,7 @@ def reads_weight_file(weights: Weights) -> bool:
     return True
 
 
-def settings(weights: Weights, target: Target) -> dict[str, Any]:
+def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any]:
     _onnx.require()
     return {"code": code_digest(_onnx.__file__), **_onnx.versions()}
 
