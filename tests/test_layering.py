@@ -60,6 +60,8 @@ LAYERS["models"] = {
 LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
 LAYERS["reweight"] = LAYERS["build"] | {"build", "models"}
 LAYERS["settings"] = LAYERS["build"] | {"adapters", "build"}
+LAYERS["triton_model"] = {"__init__", "errors"}
+LAYERS["bundle"] = {"artifacts", "engines", "runtime", "region", "program", "guidance", "errors"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
 LAYERS["console"] = {"compilation", "errors"}
 LAYERS["inspection"] = {"console", "compilation", "engines", "artifacts", "runtime", "target"}
@@ -138,7 +140,10 @@ def test_an_upward_import_is_found(line):
 
 
 def all_sources():
-    return [*sources(), *sorted(ROOT.glob("tests/**/*.py")), *sorted(ROOT.glob("bench/**/*.py"))]
+    return [
+        *sources(),
+        *(path for folder in ("tests", "bench", "examples") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))),
+    ]
 
 
 @pytest.mark.parametrize("path", all_sources(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -308,6 +308,25 @@ def reweight(
 
 
 @app.command()
+def export(
+    artifact: Artifact,
+    layout: Annotated[str, typer.Option("--format", help="onnx-dir or triton-repository.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    as_json: Json = False,
+) -> None:
+    """An artifact as a folder for other hosts: ONNX graphs with the loop as data, or a Triton server's model."""
+    from voicehub_aot.bundle import write_bundle
+
+    written = write_bundle(artifact, layout, output, force)
+    if as_json:
+        console.show_json(written)
+    else:
+        rows = [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in written.items()]
+        console.show_table(f"{artifact} -> {output}", ("what", "value"), rows)
+
+
+@app.command()
 def bench(
     artifact: Artifact,
     min_speedup: Annotated[float | None, typer.Option(help="Exit 6 if a bucket is slower than this x eager.")] = None,

@@ -1,0 +1,60 @@
+"""Samples from a folder of `voicehub-aot export --format onnx-dir`: run_onnx_dir.py FOLDER REQUEST.npz RESULT.npy"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+EQUATIONS = {"classifier_free": lambda branches, scale: branches[0] + scale * (branches[0] - branches[1])}
+
+
+def lay_out(item, array, sizes, ends, pad):
+    """The array at the request's sizes, with `pad` beyond each row's end. ends: dimension -> a number for each row."""
+    whole = np.full([sizes.get(dim, dim) for dim in item["shape"]], pad, item["dtype"])
+    whole[tuple(slice(size) for size in array.shape)] = array
+    for axis, dim in enumerate(item["shape"]):
+        for row, end in enumerate(ends.get(dim, ())):
+            np.moveaxis(whole[row], axis - 1, 0)[end:] = pad
+    return whole
+
+
+def sample(folder, request, program=None, scale=None):
+    """request: noise, conditioning and (optional) lengths by name. Returns the final state, shaped like the noise."""
+    bundle = json.loads(Path(folder, "bundle.json").read_text())
+    program = bundle["programs"][program or next(iter(bundle["programs"]))]
+    stages, state, branches, guidance = (bundle[key] for key in ("stages", "state", "branches", "guidance"))
+    given, sizes, ends, values = [state, *bundle["conditioning"]], {}, {}, {}
+    for item in given:
+        sizes = dict(zip(item["shape"], request[item["name"]].shape, strict=True)) | sizes
+    for dim in bundle["dims"]:
+        values[dim["length"]] = np.array(request.get(dim["length"], [sizes[dim["name"]]] * sizes["B"]))
+        ends[dim["name"]] = values[dim["extent"]] = np.array(request.get(dim["extent"], values[dim["length"]]))
+    values |= {item["name"]: lay_out(item, request[item["name"]], sizes, ends, item["pad"]) for item in given}
+    packed = {name: np.concatenate([value] * len(branches)) for name, value in values.items()}
+    packed |= {flag: np.repeat([branch["flags"][flag] for branch in branches], sizes["B"]) for flag in bundle["flags"]}
+    tables = program["tables"]
+    rows = {t["name"]: np.memmap(Path(folder, t["file"]), t["dtype"], "r", t["offset"], (*t["shape"],)) for t in tables}
+    known, registers = {"request": packed, "table": rows}, {"x": values[state["name"]]}
+    sessions = {name: onnxruntime.InferenceSession(Path(folder, stage["file"])) for name, stage in stages.items()}
+
+    def run(stage, row=None):
+        inputs = [(item, known[item["source"]][item["name"]]) for item in stages[stage]["inputs"]]
+        feed = {item["name"]: value[row] if item["by_row"] else value for item, value in inputs}
+        return dict(zip((o["name"] for o in stages[stage]["outputs"]), sessions[stage].run(None, feed), strict=True))
+
+    known["prepare"] = run("prepare")
+    for step in program["instructions"]:
+        if step["op"] == "evaluate":
+            known["state"] = {state["name"]: np.concatenate([registers[step["x"]]] * len(branches))}
+            velocity = np.split(run("step", step["row"])["velocity"], len(branches))
+            guide = EQUATIONS[guidance["equation"]] if guidance and step["guided"] else lambda branches, _: branches[0]
+            registers[step["out"]] = guide(velocity, guidance["scale"] if guidance and scale is None else scale)
+        else:
+            registers[step["out"]] = sum(number * registers[name] for name, number in step["terms"])
+    return lay_out(state, registers["x"], sizes, ends, 0)
+
+
+if __name__ == "__main__":
+    np.save(sys.argv[3], sample(sys.argv[1], dict(np.load(sys.argv[2]))))
