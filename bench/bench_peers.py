@@ -39,7 +39,7 @@ from candidates import (
     records,
     step_flops,
 )
-from subject import Subject, can_build_auto, numbers, parser, resolve, use_threads
+from subject import Subject, build_artifact, can_build_auto, numbers, parser, resolve, use_threads
 from timing import append_json, command, environment, print_table, versions
 
 if TYPE_CHECKING:
@@ -134,8 +134,6 @@ def open_ours(
     subject: Subject, chosen: Sequence[str], lengths: Sequence[int], threads: int, given: Path | None, auto: Path | None
 ) -> dict[str, Runtime]:
     """Ours by candidate; artifacts that are not given are built. Each runtime holds its own copy of packed weights."""
-    from subject import build_artifact
-
     engines = tuple(ENGINES.values())
     wanted = [name for name in ENGINES if name in chosen]
     if wanted and given is None:
