@@ -152,6 +152,12 @@ def left_out(chosen: Sequence[str], auto: Path | None) -> dict[str, str]:
     return reasons
 
 
+def chose(runtime: Runtime) -> bool:
+    """Whether its artifact holds an engine for each length by choice; one that kept a single engine has no other."""
+    manifest = runtime.manifest
+    return manifest is not None and (manifest.mixed or len(manifest.engine_names) == 1)
+
+
 def main() -> int:
     arguments = parser(__doc__, rounds=15)
     arguments.add_argument("--lengths", type=numbers, help="frames, e.g. 64,128 (default: 32 to 1024, or 1000)")
@@ -174,8 +180,7 @@ def main() -> int:
     for name, reason in absent.items():
         print(f"{name} is left out: {reason}")
     runtimes = open_ours(subject, chosen, lengths, threads, options.artifact, options.auto_artifact)
-    unproven = AUTO in runtimes and not (runtimes[AUTO].manifest and runtimes[AUTO].manifest.mixed)
-    if unproven:
+    if unproven := AUTO in runtimes and not chose(runtimes[AUTO]):
         print(f"{AUTO}: this artifact holds no choice by measurement, so its first engine serves every length")
     line = line_up(subject, chosen, runtimes)
     flops = step_flops(subject, lengths)

@@ -57,6 +57,7 @@ def test_every_candidate_has_a_row_with_its_share_and_every_length_a_verdict(ben
     assert [line.split(" frames")[0].split()[-1] for line in verdicts] == ["9", "17"]
     assert all("of eager, the fastest peer (target 1.00x" in line for line in verdicts)
     assert all("not judged: 1.10x of onnxruntime" in line for line in verdicts)
+    assert "auto: this artifact holds no choice by measurement" in shown
     assert "onnxruntime " in shown and "bench_peers.py --config tiny" in shown  # versions and the command
 
 
