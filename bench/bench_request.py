@@ -20,16 +20,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script
 
 import reference
 import torch
+from candidates import EAGER, OURS, opened, record
 from subject import (
     DEFAULT_LENGTHS,
     DEFAULT_STEPS,
-    build_artifact,
     characters,
-    check_artifact,
     difference,
     draw,
     numbers,
-    open_artifact,
     parser,
     resolve,
     use_threads,
@@ -51,9 +49,7 @@ def main() -> int:
     threads = use_threads(options.threads)
     subject = resolve(options.model, options.config, (steps,))
     program = subject.program(steps)
-    path = options.artifact or build_artifact(subject, lengths)[0]
-    runtime = open_artifact(path, threads)
-    check_artifact(subject, runtime)
+    runtime = opened(subject, options.artifact, lengths, threads)
     kind, eager = subject.upstream()
     print(f"{subject.title}: whole requests of {program.name}; eager is {kind}")
     print(environment())
@@ -61,10 +57,10 @@ def main() -> int:
     for frames in lengths:
         state, request = draw(subject.spec, frames, characters(subject.model.name, frames))
         candidates = {
-            "eager": lambda s=state, r=request: reference.sample(eager, r, s, program.schedule),
-            "ours": lambda s=state, r=request: runtime.sample(noise=s, program=program.name, **r),
+            EAGER: lambda s=state, r=request: reference.sample(eager, r, s, program.schedule),
+            OURS: lambda s=state, r=request: runtime.sample(noise=s, program=program.name, **r),
         }
-        error = difference(candidates["ours"](), candidates["eager"](), state)
+        error = difference(candidates[OURS](), candidates[EAGER](), state)
         if not error <= TOLERANCE:
             raise SystemExit(f"{subject.title}, {frames} frames: ours and eager end {error:.2e} apart")
         with torch.no_grad():
@@ -75,29 +71,14 @@ def main() -> int:
                 warm_up=1,
                 on_round=lambda number, frames=frames: note(f"{frames} frames, round {number}"),  # type: ignore[misc]
             )
-        speedup = times["ours"].speedup_over(times["eager"])
+        speedup = times[OURS].speedup_over(times[EAGER])
         passed = passed and speedup >= FLOOR
         for name, t in times.items():
-            ratio = t.speedup_over(times["eager"])
+            ratio = t.speedup_over(times[EAGER])
             cells = [f"{1e3 * t.median:.1f}", f"{1e3 * t.p95:.1f}", f"{1e3 * t.median / steps:.2f}", f"{ratio:.2f}x"]
             table.append([frames, name, *cells, f"{error:.1e}"])
-            records.append(
-                {
-                    "model": subject.model.name,
-                    "config": subject.model.config_name,
-                    "frames": frames,
-                    "text": characters(subject.model.name, frames),
-                    "program": program.name,
-                    "candidate": name,
-                    "kind": kind if name == "eager" else None,
-                    "rounds": options.rounds,
-                    "pause_ms": options.pause_ms,
-                    "median_ms": 1e3 * t.median,
-                    "p95_ms": 1e3 * t.p95,
-                    "speedup_over_eager": ratio,
-                    "difference": error,
-                }
-            )
+            row = record(subject, frames, name, t, times[EAGER], kind, options.pause_ms / 1e3)
+            records.append(row | {"program": program.name, "difference": error})
     append_json(options.json, "request", records)
     columns = ["frames", "candidate", "ms", "p95 ms", "ms a step", "of eager", "difference"]
     print_table(f"{subject.title}: a request of {steps} steps", columns, table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -132,11 +132,14 @@ def build_artifact(
     lengths: Sequence[int],
     mode: Literal["packed", "shared"] = "packed",
     *,
+    engines: tuple[str, ...] = ("aoti",),
+    auto: bool = False,
     output: Path | None = None,
     cache: Path | None = None,
 ) -> tuple[Path, Manifest]:
     """Build without parity: one dynamic engine when packed, one engine per length when shared.
 
+    auto: choose an engine for each length by measurement; only where `can_build_auto()`.
     output: default a folder beside the engine cache, where finished engines are found again.
     """
     from timing import note
@@ -147,10 +150,11 @@ def build_artifact(
     from voicehub_aot.console import ConsoleProgress
     from voicehub_aot.target import default_target, parse_target
 
-    name = f"{subject.model.name}-{subject.model.config_name}-{mode}.aot"
-    output = output or cache_dir() / "bench" / name
+    kind = [mode, *(engines if engines != ("aoti",) else ()), *(["auto"] if auto else [])]
+    name = "-".join([subject.model.name, subject.model.config_name, *kind])
+    output = output or cache_dir() / "bench" / f"{name}.aot"
     output.parent.mkdir(parents=True, exist_ok=True)
-    note(f"building {output} ({mode}, lengths {','.join(map(str, lengths))}, parity off)")
+    note(f"building {output} ({', '.join(kind)}, lengths {','.join(map(str, lengths))}, parity off)")
     axes = {**subject.adapter.DEFAULT_BUCKETS, subject.spec.main_dim: tuple(sorted(set(lengths)))}
     options = Options(
         buckets=Buckets(axes=axes),
@@ -158,9 +162,11 @@ def build_artifact(
         target=parse_target(default_target()),
         weights_mode=mode,
         shapes="dynamic" if mode == "packed" else "static",
+        engines=engines,
         parity=False,
         cache=cache,
         replace=True,
+        **({"auto": True} if auto else {}),
     )
     progress = ConsoleProgress()
     try:
@@ -169,13 +175,20 @@ def build_artifact(
         progress.close()
 
 
-def open_artifact(path: Path, threads: int | None = None) -> Runtime:
-    """Lengths beyond the promised ones run too, where the engine can."""
+def can_build_auto() -> bool:
+    """Whether builds here know how to choose an engine for each length."""
+    from voicehub_aot.compilation import Options
+
+    return "auto" in {field.name for field in fields(Options)}
+
+
+def open_artifact(path: Path, threads: int | None = None, engine: str | None = None) -> Runtime:
+    """Lengths beyond the promised ones run too, where the engine can. engine: this one, not the artifact's choice."""
     import voicehub_aot
     from voicehub_aot.artifacts import store
 
     dynamic = store.read_manifest(path).shapes == "dynamic"
-    return voicehub_aot.load(path, threads=threads, overflow="run" if dynamic else "error")
+    return voicehub_aot.load(path, threads=threads, engine=engine, overflow="run" if dynamic else "error")
 
 
 def check_artifact(subject: Subject, runtime: Runtime) -> None:

@@ -26,7 +26,7 @@ import torch
 
 WARM_UP = 5  # calls of each candidate before the first round
 PAUSE_S = 0.06  # before each timed call
-PACKAGES = ("voicehub-aot", "torch", "onnxruntime", "onnx", "onnxscript", "f5-tts", "x-transformers")
+PACKAGES = ("voicehub-aot", "torch", "onnxruntime", "openvino", "onnx", "onnxscript", "f5-tts", "x-transformers")
 
 
 @dataclass(frozen=True)

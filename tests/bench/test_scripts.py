@@ -12,7 +12,14 @@ SCRIPTS = sorted(p.name for p in BENCH.glob("*.py") if "(__doc__" in p.read_text
 
 
 def test_scripts_are_found():
-    assert {"bench_step.py", "bench_request.py", "bench_cold.py", "bench_artifact.py", "demo.py"} <= set(SCRIPTS)
+    assert {
+        "bench_step.py",
+        "bench_peers.py",
+        "bench_request.py",
+        "bench_cold.py",
+        "bench_artifact.py",
+        "demo.py",
+    } <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
