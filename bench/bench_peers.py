@@ -39,7 +39,7 @@ from candidates import (
     records,
     step_flops,
 )
-from subject import Subject, build_artifact, can_build_auto, numbers, parser, resolve, use_threads
+from subject import Subject, build_artifact, numbers, parser, resolve, use_threads
 from timing import append_json, command, environment, print_table, versions
 
 if TYPE_CHECKING:
@@ -144,12 +144,9 @@ def open_ours(
     return runtimes
 
 
-def left_out(chosen: Sequence[str], auto: Path | None) -> dict[str, str]:
+def left_out(chosen: Sequence[str]) -> dict[str, str]:
     """Candidates that cannot take part, and why."""
-    reasons = {name: reason for name in chosen if (reason := missing(name))}
-    if AUTO in chosen and auto is None and not can_build_auto():
-        reasons[AUTO] = "this version cannot build an artifact that chooses its engines; give one as --auto-artifact"
-    return reasons
+    return {name: reason for name in chosen if (reason := missing(name))}
 
 
 def chose(runtime: Runtime) -> bool:
@@ -172,7 +169,7 @@ def main() -> int:
     )
     options = arguments.parse_args()
     asked = chosen_of(arguments, options.candidates, CANDIDATES)
-    absent = left_out(asked, options.auto_artifact)
+    absent = left_out(asked)
     chosen = [name for name in asked if name not in absent]
     lengths = options.lengths or LENGTHS[options.model]
     threads = use_threads(options.threads)

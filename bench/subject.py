@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,7 +139,7 @@ def build_artifact(
 ) -> tuple[Path, Manifest]:
     """Build without parity: one dynamic engine when packed, one engine per length when shared.
 
-    auto: choose an engine for each length by measurement; only where `can_build_auto()`.
+    auto: choose an engine for each length by measurement.
     output: default a folder beside the engine cache, where finished engines are found again.
     """
     from timing import note
@@ -166,20 +166,13 @@ def build_artifact(
         parity=False,
         cache=cache,
         replace=True,
-        **({"auto": True} if auto else {}),
+        auto=auto,
     )
     progress = ConsoleProgress()
     try:
         return output, build.build(subject.model, options, output, progress)
     finally:
         progress.close()
-
-
-def can_build_auto() -> bool:
-    """Whether builds here know how to choose an engine for each length."""
-    from voicehub_aot.compilation import Options
-
-    return "auto" in {field.name for field in fields(Options)}
 
 
 def open_artifact(path: Path, threads: int | None = None, engine: str | None = None) -> Runtime:

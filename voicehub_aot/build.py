@@ -106,9 +106,8 @@ class _Proof:
     progress: Progress
 
     def finish(self, folder: Path, output: Path) -> Manifest:
-        """Check and time what was built; with `auto`, keep what is fastest. Writes the reports."""
+        """Check and time what was built; with `auto`, keep what is fastest. Writes the reports, if there is parity."""
         options, model = self.parts.options, self.parts.model
-        self.progress.stage("record the reference (float32 and float64 eager)")
         eager = eager_runtime(model.region, options.programs, model.name)
         recording = self._record(eager)
         if options.auto:
@@ -118,6 +117,8 @@ class _Proof:
             manifest = assemble(self.parts, self.compiled, folder, options.choice)
             rows = self._check(folder, manifest, recording)
             times = self._time(folder, manifest, eager, recording)
+        if not options.parity:
+            return manifest
         report = report_of(manifest, rows, self._timings(times, manifest), self.left_out)
         parity.save(recording, folder / store.PARITY)
         write_reports(report, folder / store.PARITY)
@@ -126,16 +127,22 @@ class _Proof:
         return sign_again(folder, manifest)
 
     def _record(self, eager: Runtime) -> parity.Recording:
+        """What the model gives in every case; without parity, the cases alone: they are what is timed."""
         options, region = self.parts.options, self.parts.model.region
-        double = Region(region.spec, copy.deepcopy(region.module).double())
-        exact = eager_runtime(double, options.programs, self.parts.model.name, torch.float64)
         axes = [a for a in options.buckets.axes if a != "batch"]
         buckets = options.buckets.combinations(axes) or [{}]
         max_batch = options.buckets.largest("batch") or MAX_ROWS
+        if not options.parity:
+            return parity.Recording(tuple(parity.plan(region.spec, eager.programs, buckets, max_batch)))
+        self.progress.stage("record the reference (float32 and float64 eager)")
+        double = Region(region.spec, copy.deepcopy(region.module).double())
+        exact = eager_runtime(double, options.programs, self.parts.model.name, torch.float64)
         return parity.record(eager, exact, buckets, max_batch, self.progress.case)
 
     def _check(self, folder: Path, manifest: Manifest, recording: parity.Recording) -> list[reports.Row]:
         """Every recorded case, on the mix that was chosen or on each engine in turn."""
+        if not self.parts.options.parity:
+            return []
         self.progress.stage("check every engine, bucket and program")
         rows = [staged_row(self.parts.staged)]
         for engine in (None,) if manifest.mixed else manifest.engine_names:
