@@ -122,6 +122,6 @@ def test_a_target_that_nothing_was_measured_for_is_not_met(bench, measured):
 def test_a_peer_that_is_not_installed_is_left_out_aloud(bench, monkeypatch):
     monkeypatch.setattr(bench("importlib.util"), "find_spec", lambda name: None if name == "openvino" else object())
 
-    reasons = bench("bench_peers").left_out(["eager", "openvino"], None)
+    reasons = bench("bench_peers").left_out(["eager", "openvino"])
 
     assert reasons == {"openvino": "openvino not installed: pip install 'voicehub-aot[peers]'"}
