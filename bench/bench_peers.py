@@ -7,7 +7,7 @@
     ours:aoti, ours:onnxruntime                    one artifact that holds both engines, opened with each
     auto                                           an artifact that chose an engine for each length by measurement
 
-OpenVINO comes with the optional extra: pip install 'voicehub-aot[peers]'. Eager F5 is upstream's own module only where
+OpenVINO comes with an extra: pip install 'voicehub-aot[openvino]'. Eager F5 is upstream's own module only where
 f5-tts is installed (`make oracle` brings an environment that has it); the output says which it was.
 
 Targets for `auto`: see FLOOR, TARGETS and SHARE. Where one is missed the bench prints by how much. With --gate the exit
@@ -45,7 +45,7 @@ from timing import append_json, command, environment, print_table, versions
 if TYPE_CHECKING:
     from voicehub_aot.runtime import Runtime
 
-ENGINES = {"ours:aoti": "aoti", "ours:onnxruntime": "onnxruntime"}
+ENGINES = {f"ours:{name}": name for name in ("aoti", "onnxruntime", "openvino")}
 AUTO = "auto"
 CANDIDATES = (*PEERS, *ENGINES, AUTO)
 LENGTHS = {

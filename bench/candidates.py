@@ -40,7 +40,7 @@ PEERS = (EAGER, COMPILED, ONNX, OPENVINO)
 OURS = "ours"
 NEEDS: Mapping[str, Mapping[str, str]] = {  # package -> extra that installs it
     ONNX: {"onnxruntime": "onnx", "onnxscript": "onnx"},
-    OPENVINO: {"openvino": "peers", "onnxscript": "onnx"},
+    OPENVINO: {"openvino": "openvino", "onnxscript": "onnx"},
 }
 MATRIX = "packed matrix"
 TOLERANCE = 1e-4  # relative, of the step against our module's
@@ -109,7 +109,7 @@ def onnxruntime_step(path: Path, inputs: tuple[Tensor, ...]) -> Step:
 
 def openvino_step(path: Path, inputs: tuple[Tensor, ...]) -> Step:
     """One stream in float32: on processors with bfloat16 units its own default is not float32."""
-    import openvino  # type: ignore[import-not-found]
+    import openvino
 
     threads = torch.get_num_threads()
     settings = {

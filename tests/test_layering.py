@@ -69,7 +69,17 @@ LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 
 # Absent from a plain installation, or too slow to load for those who do not use it.
-OPTIONAL = {"onnx", "onnxruntime", "onnxscript", "triton", "tensorrt", "jinja2", "matplotlib", "huggingface_hub"}
+OPTIONAL = {
+    "onnx",
+    "onnxruntime",
+    "openvino",
+    "onnxscript",
+    "triton",
+    "tensorrt",
+    "jinja2",
+    "matplotlib",
+    "huggingface_hub",
+}
 IMPORTED_WHEN_USED = {"artifacts/charts.py": {"matplotlib"}}  # files that are themselves imported inside a function
 
 # What production never loads.

@@ -32,7 +32,7 @@ BucketTexts = Annotated[
     list[str] | None, typer.Option("--buckets", help="64,128 (main axis) or frames=64,128 text=100 batch=1,2.")
 ]
 WeightsMode = Annotated[str | None, typer.Option(help="packed (CPU default) or shared.")]
-ENGINE_HELP = "aoti (default), onnxruntime or tensorrt; several, as aoti,onnxruntime; auto: the fastest in each bucket."
+ENGINE_HELP = "aoti (default), onnxruntime, openvino, tensorrt; several: aoti,openvino; auto: the fastest per bucket."
 Jobs = Annotated[int | None, typer.Option(help="Compilations at once; default half the processors.")]
 
 
@@ -187,7 +187,7 @@ def sample(
 @app.command()
 def replay(
     cases: Annotated[list[Path], typer.Argument(help="Case folders, or folders of them.")],
-    engine: Annotated[str, typer.Option(help="eager, aoti, onnxruntime or tensorrt.")] = "eager",
+    engine: Annotated[str, typer.Option(help="eager, or an engine by name.")] = "eager",
     weights_mode: WeightsMode = None,
     as_json: Json = False,
     verbose: Verbose = False,

@@ -18,7 +18,7 @@ from voicehub_aot.engines.aoti import compiler_version
 from voicehub_aot.runtime import usable_threads
 from voicehub_aot.target import default_target, host_features
 
-PACKAGES = ("voicehub-aot", "torch", "numpy", "onnx", "onnxruntime", "triton", "tensorrt")
+PACKAGES = ("voicehub-aot", "torch", "numpy", "onnx", "onnxruntime", "openvino", "triton", "tensorrt")
 
 
 def summary(path: Path, manifest: Manifest) -> dict[str, Any]:

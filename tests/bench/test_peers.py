@@ -124,4 +124,4 @@ def test_a_peer_that_is_not_installed_is_left_out_aloud(bench, monkeypatch):
 
     reasons = bench("bench_peers").left_out(["eager", "openvino"])
 
-    assert reasons == {"openvino": "openvino not installed: pip install 'voicehub-aot[peers]'"}
+    assert reasons == {"openvino": "openvino not installed: pip install 'voicehub-aot[openvino]'"}

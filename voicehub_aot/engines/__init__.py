@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ENGINES = (
     "aoti",
     "onnxruntime",
+    "openvino",
     "tensorrt",
 )
 WEIGHTS = "weights.safetensors"  # the artifact's one weight file
