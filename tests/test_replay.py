@@ -29,13 +29,21 @@ def test_the_golden_folder_holds_both_models():
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("engine", ["eager", "aoti"])
+@pytest.mark.parametrize("engine", ["eager", "aoti", "onnxruntime"])
 def test_a_recorded_case_is_reproduced(case, engine):
     outcomes = replay(case, engine, "shared")
 
     recorded = json.loads((case / "case.json").read_text())["outputs"]
     assert [o.output for o in outcomes] == sorted(recorded) or {o.output for o in outcomes} == set(recorded)
     assert [o for o in outcomes if not o.passed] == []
+
+
+@pytest.mark.parametrize("case", ["f5tts/region_tiny", "supertonic/sampler_tiny"])
+def test_openvino_reproduces_it_too(case):
+    outcomes = replay(GOLDEN / case, "openvino")
+
+    assert outcomes
+    assert all(o.passed for o in outcomes)
 
 
 PACKED = ["f5tts/sampler_tiny_b"]  # supertonic: tests/conftest.py builds it packed, parity proven
@@ -65,7 +73,7 @@ def test_a_wrong_recording_fails(tmp_path):
 
 
 def test_an_unknown_engine_and_an_empty_folder_are_errors(tmp_path):
-    with pytest.raises(EngineUnavailable, match="eager, aoti"):
+    with pytest.raises(EngineUnavailable, match="eager, aoti, onnxruntime, openvino, tensorrt"):
         replay(GOLDEN / "f5tts" / "region_tiny", "warp")
     with pytest.raises(UsageError, match="no recorded case"):
         case_folders([tmp_path])

@@ -1,5 +1,8 @@
 """The ONNX Runtime engine: standard graphs over the one weight file, and what it refuses."""
 
+import os
+import shutil
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -10,10 +13,17 @@ import pytest
 import torch
 import toy
 
-from voicehub_aot.engines import Source, _onnx
+from voicehub_aot.bucket import Buckets
+from voicehub_aot.build import build
+from voicehub_aot.compilation import Options
+from voicehub_aot.engines import WEIGHTS, Source, _onnx
 from voicehub_aot.engines import onnxruntime as engine
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, MissingDependency
 from voicehub_aot.export import example_inputs
+from voicehub_aot.program import euler
+from voicehub_aot.runtime import load
+from voicehub_aot.schedule import linear
+from voicehub_aot.target import default_target, parse_target
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +225,108 @@ def test_memory_stays_flat_over_fifty_shapes(built):
         run(frames + 1)
 
     assert resident() - before < 8 * 2**20
+
+
+# --- a whole artifact
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    options = Options(
+        Buckets(axes={"frames": (8, 16)}),
+        (euler(linear(2)),),
+        parse_target(default_target()),
+        engines=("onnxruntime",),
+        parity=False,
+    )
+    path = tmp_path_factory.mktemp("artifact") / "toy.aot"
+    build(toy.model(), options, path, toy.Quiet())
+    return path
+
+
+def sample(runtime, seed, frames=8):
+    cond, ids = torch.ones(1, frames, toy.COND), torch.zeros(1, 3, dtype=torch.int64)
+    return runtime.sample(seed=seed, lengths=[frames], cond=cond, ids=ids)
+
+
+def edit(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda a: (a / WEIGHTS).rename(a / "moved.safetensors"), f"{WEIGHTS} is missing"),
+        (lambda a: (a / WEIGHTS).write_bytes((a / WEIGHTS).read_bytes()[:-8]), f"{WEIGHTS} has .* bytes, wanted"),
+        (lambda a: edit(a / WEIGHTS), f"{WEIGHTS} was altered"),
+        (lambda a: edit(a / "step.onnx"), r"step\.onnx was altered"),
+    ],
+    ids=["weights moved", "weights truncated", "weights edited", "graph edited"],
+)
+def test_a_damaged_artifact_is_refused_before_a_session_is_made(artifact, tmp_path, damage, told):
+    copy = shutil.copytree(artifact, tmp_path / "copy.aot")
+    damage(copy)
+
+    with pytest.raises(ArtifactCorrupt, match=told):
+        load(copy)
+
+
+def test_a_process_killed_while_it_opens_leaves_nothing(artifact, tmp_path):
+    script = f"import voicehub_aot\nwhile True: print(voicehub_aot.load({str(artifact)!r}).name, flush=True)"
+    before = sorted(artifact.rglob("*"))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout.readline() == b"toy\n"
+        process.kill()
+
+    assert sorted(artifact.rglob("*")) == before
+    assert list(tmp_path.iterdir()) == []
+    assert sample(load(artifact), 0).isfinite().all()
+
+
+def test_eight_threads_share_a_runtime(artifact):
+    runtime = load(artifact, concurrency=4)
+    want = [sample(runtime, seed) for seed in range(8)]
+    got = {}
+
+    def work(seed):
+        for _ in range(5):
+            got.setdefault(seed, []).append(sample(runtime, seed))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert all(len(got[seed]) == 5 and all(torch.equal(g, want[seed]) for g in got[seed]) for seed in range(8))
+
+
+def test_one_processor_means_one_thread(artifact):
+    script = f"""
+import os, torch
+os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+import voicehub_aot
+from voicehub_aot.engines import onnxruntime as engine
+runtime = voicehub_aot.load({str(artifact)!r})
+options = runtime.evaluator.step_engines[0][1]._session.get_session_options()
+cond, ids = torch.ones(1, 8, 5), torch.zeros(1, 3, dtype=torch.int64)
+print(options.intra_op_num_threads, runtime.sample(seed=0, lengths=[8], cond=cond, ids=ids).sum().item())
+"""
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    threads, total = done.stdout.split()
+    assert threads == "1"
+    assert float(total) == pytest.approx(sample(load(artifact), 0).sum().item(), abs=1e-4)
+
+
+def test_an_artifact_needs_neither_the_builds_torch_nor_its_processor(artifact, monkeypatch):
+    """Its graphs are portable, unlike compiled code."""
+    monkeypatch.setattr("voicehub_aot.runtime.torch_minor", lambda: "9.9")
+    monkeypatch.setattr("voicehub_aot.target.host_features", frozenset)
+
+    assert sample(load(artifact), 0).isfinite().all()

@@ -9,7 +9,7 @@ between two steps needs the same processors.
 
 from __future__ import annotations
 
-import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,6 @@ DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 ELEMENT_TYPES = {torch.float32: 1, torch.int64: 7, torch.bool: 9}  # onnx.TensorProto.DataType
 
-log = logging.getLogger(__name__)
-
 
 def check() -> None:
     _runtime()
@@ -41,6 +39,7 @@ def check() -> None:
 
 def _runtime() -> Any:
     """The onnxruntime package. Raises MissingDependency, or EngineUnavailable if two installations broke each other."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # importing it would leave a file in TMPDIR, and send reports
     try:
         import onnxruntime
     except ImportError as error:
