@@ -14,9 +14,7 @@ torch's private names are used here and nowhere else. Facts about them, torch 2.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from voicehub_aot.engines import Source, StageCode, Weights, code_digest
+from voicehub_aot.engines._memory import release_pages
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable
 from voicehub_aot.target import VECTOR_BITS, Target, host_features
 
@@ -45,7 +44,6 @@ PACKED_MARK = "_linear_pointwise"  # the packed matrix product in generated code
 
 NOMINAL_THREADS = 16  # how deep loops are made parallel for; the number that runs them is known at run time
 
-_MADV_DONTNEED = 4
 _WORTH_RELEASING = 2**20  # bytes; a library's own writable segment is smaller, and must never be given back
 
 
@@ -242,19 +240,12 @@ def pinned(folder: Path, library: Path, digest: str) -> Path:
 def release_mapped_weights(library: Path) -> None:
     """Give back the file pages of a packed library's weights: the engine has copied them and reads its copy.
 
-    They are clean pages of a private mapping, so the kernel reads them again should anyone ask. Linux only;
-    elsewhere the pages stay until memory is short.
+    The weights lie behind the code, at an offset of 16 KiB's multiple, to the end of the file.
     """
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return
-    wanted = str(library.resolve())
-    for line in maps.read_text().splitlines():
-        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-p ([0-9a-f]+) \S+ \d+\s+(.*)", line)
-        if match is None or match[4] != wanted:
-            continue
-        start, end, offset = (int(match[i], 16) for i in (1, 2, 3))
+    size = library.stat().st_size
+
+    def holds_weights(permissions: str, start: int, end: int, offset: int) -> bool:
         large = end - start >= _WORTH_RELEASING
-        if large and offset % 16384 == 0 and offset + (end - start) >= library.stat().st_size:
-            libc = ctypes.CDLL(None, use_errno=True)
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+        return permissions == "rw-p" and large and offset % 16384 == 0 and offset + (end - start) >= size
+
+    release_pages(library, holds_weights)

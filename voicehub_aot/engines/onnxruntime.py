@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from voicehub_aot.engines import Source, StageCode, Weights, _onnx, code_digest
+from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, _onnx, code_digest
+from voicehub_aot.engines._memory import release_pages
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
 from voicehub_aot.target import Target
 
@@ -110,7 +111,8 @@ def _session(source: Source, device: str) -> onnxruntime.InferenceSession:
             f"{source.where}: onnxruntime fell back from {provider} to {session.get_providers()[0]}; "
             "its libraries for this device are missing or do not match"
         )
-    session.kept = values  # the session reads these tensors in place
+    session.kept = values  # the session reads in place what it did not lay out anew
+    release_pages(source.root / WEIGHTS, lambda *_: True)  # of matrices it now has its own layout
     return session
 
 
