@@ -20,24 +20,6 @@ from voicehub_aot.models import resolve
 from voicehub_aot.target import default_target, parse_target
 
 CACHE = "VOICEHUB_AOT_CACHE_DIR"
-STATUS = pytest.StashKey[int]()
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    session.config.stash[STATUS] = int(exitstatus)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave with pytest's own status before native destructors run.
-
-    The linker never unloads an engine. Once, after the whole suite had opened some hundred of them, many altered on
-    purpose, their destructors crashed at interpreter exit, when every result was already printed.
-    """
-    if STATUS in config.stash:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(config.stash[STATUS])
 
 
 @pytest.fixture(scope="session", autouse=True)

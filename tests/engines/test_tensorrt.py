@@ -45,7 +45,7 @@ def stage_code(seed=0):
     """The toy's step, exported, with the job it came from."""
     graph, symbols = export_region(toy.region(seed))
     chosen = options(frames=(16,))
-    job = plan_jobs(split(graph, toy.SPEC, symbols), chosen)[1]
+    job = plan_jobs(split(graph, toy.SPEC, symbols), chosen, "tensorrt")[1]
     dynamic = {v.name: d for v, d in zip(job.inputs, _dynamic(job, named_dims(toy.SPEC)), strict=True)}
     program = export_program(job.module, job.examples, dynamic, "step")
     return job, StageCode("step", program, job.inputs, job.outputs, job.examples, size_spans(toy.SPEC, chosen))

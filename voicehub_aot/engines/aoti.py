@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -149,10 +150,16 @@ def _weights_stay_outside(weights: Weights) -> Iterator[None]:
 
 
 def _check_outside(module: fx.GraphModule, folder: Path, where: str) -> None:
-    """Every weight the graph reads must be one the engine asks for."""
+    """Every weight the graph reads must be one the engine asks for.
+
+    Asked of a copy: the linker never unloads a library, and a process ends in a segmentation fault if the file under
+    one is overwritten, which may happen to a file in the cache.
+    """
     wanted = {str(n.target) for n in module.graph.nodes if n.op == "get_attr" and n.users}
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(folder), "model", False, 1, -1)
-    inside = sorted(wanted - set(loader.get_constant_fqns()))
+    with TemporaryDirectory(prefix="voicehub-aot-") as scratch:
+        copy = shutil.copytree(folder, Path(scratch) / "engine")
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(copy), "model", False, 1, -1)
+        inside = sorted(wanted - set(loader.get_constant_fqns()))
     if inside:
         raise CompileFailed(f"{where}: the engine kept weights inside: {', '.join(inside[:6])}; a scalar weight?")
 
