@@ -29,7 +29,7 @@ def test_the_golden_folder_holds_both_models():
 
 
 # The same graph as another case's: onnxruntime has no cache of compiled code that would make it cheap.
-ANOTHERS_GRAPH = ("region_tiny_attnmask", "region_tiny_nomask", "sampler_tiny_b")
+ANOTHERS_GRAPH = ("region_tiny_attnmask", "region_tiny_nomask", "sampler_tiny", "sampler_tiny_b")
 RUNS = [
     pytest.param(
         engine,
@@ -51,7 +51,7 @@ def test_a_recorded_case_is_reproduced(engine, case):
     assert [o for o in outcomes if not o.passed] == []
 
 
-@pytest.mark.parametrize("case", ["f5tts/region_tiny", "supertonic/sampler_tiny"])
+@pytest.mark.parametrize("case", ["f5tts/sampler_tiny"])
 def test_openvino_reproduces_it_too(case):
     outcomes = replay(GOLDEN / case, "openvino")
 
