@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from voicehub_aot.engines import WEIGHTS, StageCode
+from voicehub_aot.engines import WEIGHTS, StageCode, code_digest
 from voicehub_aot.errors import CompileFailed, MissingDependency
 
 if TYPE_CHECKING:
@@ -51,6 +51,12 @@ def versions() -> dict[str, str]:
     from importlib.metadata import version
 
     return {name: version(name) for name in ("onnx", "onnx-ir", "onnxscript")} | {"opset": str(OPSET)}
+
+
+def settings() -> dict[str, Any]:
+    """Everything but the stage that shapes a graph: the whole of `Engine.settings` for an engine that only reads it."""
+    require()
+    return {"code": code_digest(__file__), **versions()}
 
 
 def write(code: StageCode, folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, _onnx, code_digest
+from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, _onnx
 from voicehub_aot.engines._memory import release_pages
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
 from voicehub_aot.target import Target
@@ -60,8 +60,7 @@ def reads_weight_file(weights: Weights) -> bool:
 
 
 def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any]:
-    _onnx.require()
-    return {"code": code_digest(_onnx.__file__), **_onnx.versions()}
+    return _onnx.settings()
 
 
 def versions() -> dict[str, str]:
