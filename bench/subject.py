@@ -112,11 +112,17 @@ def resolve(name: str, config: str | None, steps: Sequence[int] = ()) -> Subject
 def draw(spec: RegionSpec, frames: int, characters: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     """A random request of one row and full length: its noise, and its conditioning by name."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"B": 1, **{d.name: min(d.max, characters) for d in spec.dims}, spec.main_dim: frames}
+    from voicehub_aot.region import example_mask
+
+    sizes = {"B": 1, **{d.name: min(d.max, characters) for d in spec.dims}}
+    if spec.main is not None:
+        sizes[spec.main.name] = frames
     drawn = {}
     for item in (spec.state, *spec.conditioning):
         shape = [sizes[s] if isinstance(s, str) else s for s in item.shape]
-        if item.dtype == "int64":
+        if item.dtype == "bool":
+            drawn[item.name] = example_mask(shape, generator)
+        elif item.dtype == "int64":
             drawn[item.name] = torch.randint(item.low, item.high, shape, generator=generator)
         else:
             drawn[item.name] = torch.randn(shape, generator=generator)
