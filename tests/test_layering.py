@@ -18,6 +18,7 @@ LAYERS = {
     "kernels": {"errors"},
     "schedule": {"errors"},
     "guidance": {"errors"},
+    "traits": {"errors"},
     "synthetic": {"errors"},
     "checkpoint": {"errors"},
     "target": {"errors"},
@@ -27,7 +28,7 @@ LAYERS = {
     "bucket": {"region", "errors"},
     "request": {"region", "errors"},
     "denoiser": {"region", "errors"},
-    "adapters": {"region", "schedule", "program", "guidance", "golden", "checkpoint", "kernels", "errors"},
+    "adapters": {"region", "schedule", "program", "guidance", "traits", "golden", "checkpoint", "kernels", "errors"},
     "export": {"kernels", "bucket", "region", "errors"},
     "stage": {"export", "kernels", "bucket", "region", "errors"},
     "choice": {"errors"},
@@ -38,7 +39,7 @@ LAYERS = {
 LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
 LAYERS["runtime"] = {"artifacts", "engines", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
 LAYERS["runtime"] |= {"guidance", "target", "errors"}
-LAYERS["__init__"] = {"runtime", "errors"}
+LAYERS["__init__"] = {"adapters", "runtime", "errors"}
 LAYERS["parity"] = {"runtime", "sampler", "artifacts", "bucket", "region", "program", "guidance", "errors"}
 LAYERS["verify"] = {"parity", "runtime", "artifacts", "errors"}
 LAYERS["compilation"] = {"export", "stage", "engines", "runtime", "artifacts", "bucket", "program", "region", "target"}
