@@ -59,6 +59,7 @@ class Adapter(Protocol):
     DEFAULT_CONFIG: the config built when none is named. DEFAULT_BUCKETS: lengths by dimension.
     DEFAULT_STEPS: step counts built when none are given. HUB_FILES: file patterns of each config in its hub repository.
     TRAITS: what the model supports, whether or not it is built here.
+    case_config(case), if there: the configuration of a recorded case whose hyperparameters leave sizes to its tensors.
     """
 
     NAME: str

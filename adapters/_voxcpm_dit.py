@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from voicehub_aot.kernels.attention import attention
-from voicehub_aot.kernels.rotary import rotate_halves
 
 Rope = tuple[Tensor, Tensor]
 
@@ -76,6 +75,16 @@ def rope_rows(config: Config) -> Rope:
     return angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [B, T, H, E]; cos, sin: [T, 1, E / 2]; channel j pairs with j + E / 2.
+
+    As kernels.rotary.rotate_halves, but stacked: v1's lead is projected once a patch for all steps, under vmap, and
+    torch 2.13's vmap gives a `cat` fixed sizes.
+    """
+    first, second = x.unflatten(-1, (2, -1)).unbind(-2)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2).flatten(-2)
+
+
 def sines(value: Tensor, dim: int) -> Tensor:
     """value: [1] -> [1, dim]: all sines, then all cosines, of 1000 value times falling frequencies.
 
@@ -120,7 +129,7 @@ class Attention(nn.Module):
         query = self.q_proj(h[:, tokens - queries :]).view(rows, queries, -1, self.width)
         key = self.k_proj(h).view(rows, tokens, -1, self.width)
         value = self.v_proj(h).view(rows, tokens, -1, self.width)
-        return rotate_halves(query, cos[tokens - queries :], sin[tokens - queries :]), rotate_halves(key, *rope), value
+        return rotate(query, cos[tokens - queries :], sin[tokens - queries :]), rotate(key, *rope), value
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """What `project` returns, of all tokens that see each other -> [B, queries, D]."""
