@@ -242,9 +242,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     blocks = []
     for row, (time, width) in enumerate(moments):
         request = {name: case.inputs[name][row : row + 1] for name in ("mu", "cond")}
-        blocks.append(
-            sampler.evaluate(state[row : row + 1], time, extra_times={"dt": width}, packed=True, **request)
-        )
+        blocks.append(sampler.evaluate(state[row : row + 1], time, extra_times={"dt": width}, packed=True, **request))
     packed = torch.stack(blocks, dim=1).flatten(0, 1)  # conditional rows, then unconditional ones
     c, u = packed.flatten(1).chunk(2)
     results = {"v": packed[: len(state)], "v_packed": packed}

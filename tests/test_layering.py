@@ -22,13 +22,14 @@ LAYERS = {
     "synthetic": {"errors"},
     "checkpoint": {"errors"},
     "target": {"errors"},
-    "program": {"schedule", "errors"},
+    "program": {"errors"},
+    "solver": {"program", "schedule", "errors"},
     "region": {"guidance", "errors"},
     "golden": {"synthetic", "errors"},
     "bucket": {"region", "errors"},
     "request": {"region", "errors"},
     "denoiser": {"region", "errors"},
-    "adapters": {"region", "schedule", "program", "guidance", "traits", "golden", "checkpoint", "kernels", "errors"},
+    "adapters": {"region", "schedule", "solver", "program", "guidance", "traits", "golden", "checkpoint"},
     "export": {"kernels", "bucket", "region", "errors"},
     "stage": {"export", "kernels", "bucket", "region", "errors"},
     "choice": {"errors"},
@@ -36,6 +37,7 @@ LAYERS = {
     "sampler": {"program", "guidance", "kernels", "errors"},
     "artifacts": {"program", "bucket", "region", "target", "errors"},
 }
+LAYERS["adapters"] |= {"kernels", "errors"}
 LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
 LAYERS["runtime"] = {"artifacts", "engines", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
 LAYERS["runtime"] |= {"guidance", "target", "errors"}
