@@ -81,7 +81,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     As kernels.rotary.rotate_halves, but stacked: v1's lead is projected once a patch for all steps, under vmap, and
     torch 2.13's vmap gives a `cat` fixed sizes.
     """
-    first, second = x.unflatten(-1, (2, -1)).unbind(-2)
+    first, second = x.view(*x.shape[:-1], 2, -1).unbind(-2)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2).flatten(-2)
 
 

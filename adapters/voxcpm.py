@@ -241,7 +241,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     moments, state = _moments(case), case.inputs["x"]
     blocks = []
     for row, (time, width) in enumerate(moments):
-        request = {name: case.inputs[name][row : row + 1] for name in ("mu", "cond")}
+        request: dict[str, Any] = {name: case.inputs[name][row : row + 1] for name in ("mu", "cond")}
         blocks.append(sampler.evaluate(state[row : row + 1], time, extra_times={"dt": width}, packed=True, **request))
     packed = torch.stack(blocks, dim=1).flatten(0, 1)  # conditional rows, then unconditional ones
     c, u = packed.flatten(1).chunk(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,18 @@ from torch import Tensor
 from voicehub_aot.adapters import voxcpm
 from voicehub_aot.adapters._voxcpm_checkpoint import OTHER_PARTS, PREFIX
 from voicehub_aot.adapters._voxcpm_dit import Config, rope_rows
+from voicehub_aot.bucket import Buckets
+from voicehub_aot.engines.eager import EagerEvaluator
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.export import export_region
+from voicehub_aot.golden import read_case
+from voicehub_aot.program import Combine, Program
 from voicehub_aot.region import Region
+from voicehub_aot.runtime import Runtime
+from voicehub_aot.stage import Staged, split
 from voicehub_aot.synthetic import synthetic_weights
 
+GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).parents[1] / "golden")) / "voxcpm"
 TINY, TINY_V1 = voxcpm.CONFIGS["tiny"], voxcpm.CONFIGS["tiny-v1"]
 VARIANTS = {
     "v2": TINY,
@@ -36,6 +45,11 @@ def weights_of(config: Config) -> dict[str, Tensor]:
 
 def region_of(config: Config) -> Region:
     return voxcpm.region(config, weights_of(config))
+
+
+def runtime_of(config: Config, program: Program) -> Runtime:
+    region = region_of(config)
+    return Runtime(region.spec, EagerEvaluator(region), {program.name: program}, Buckets(axes={}))
 
 
 def inputs_of(config: Config, rows: int = 1, seed: int = 0) -> dict[str, Tensor]:
@@ -98,12 +112,10 @@ def test_a_dropped_mu_is_zero() -> None:
 
 
 def test_the_width_zero_has_an_embedding_of_its_own() -> None:
-    weights = weights_of(TINY)
-    module, inputs = voxcpm.region(TINY, weights).module, inputs_of(TINY) | {"dt": torch.zeros(1)}
-    for part in ("linear_1", "linear_2"):
-        for leaf in ("weight", "bias"):
-            weights[f"{PREFIX}delta_time_mlp.{part}.{leaf}"] *= 0
-    assert (voxcpm.region(TINY, weights).module(**inputs) - module(**inputs)).abs().max() > 1e-2
+    weights, inputs = weights_of(TINY), inputs_of(TINY) | {"dt": torch.zeros(1)}
+    without = {k: torch.zeros_like(v) if "delta_time_mlp" in k else v for k, v in weights.items()}
+    difference = voxcpm.region(TINY, weights).module(**inputs) - voxcpm.region(TINY, without).module(**inputs)
+    assert difference.abs().max() > 1e-2
 
 
 def test_rotary_rows_are_those_of_the_positions_and_factors() -> None:
@@ -329,3 +341,191 @@ def test_config_json_errors_say_what_is_wrong(
         place[last] = value
     with pytest.raises(error, match=words):
         voxcpm.config_from(values)
+
+
+# --- the loop
+
+
+def test_the_released_loop_has_ten_steps_of_which_the_first_costs_nothing() -> None:
+    program = voxcpm.program(10)
+    grid = [1, 0.9564, 0.9090, 0.8540, 0.7878, 0.7071, 0.6090, 0.4910, 0.3511, 0.1877, 0]
+    assert program.schedule == pytest.approx(grid, abs=6e-5)
+    assert (program.schedule[0], program.schedule[-1]) == (1.0, 0.0)
+    assert (program.name, program.evaluations) == ("euler-10", 9)
+    assert program.times == pytest.approx(grid[1:-1], abs=6e-5)
+    assert program.extra_times == {"dt": (0.0,) * 9}
+    moves = [dict(i.terms)["v"] for i in program.instructions if isinstance(i, Combine)]
+    assert moves == pytest.approx([b - a for a, b in zip(grid[1:], grid[2:], strict=False)], abs=2e-4)
+
+
+@pytest.mark.parametrize(("steps", "skipped"), [(2, 1), (10, 1), (48, 1), (49, 2), (50, 2), (74, 3)])
+def test_four_percent_of_the_grid_start_with_zero_velocity(steps: int, skipped: int) -> None:
+    assert voxcpm.program(steps).evaluations == steps - skipped
+    assert voxcpm.program(steps, use_cfg_zero_star=False).evaluations == steps
+    assert voxcpm.program(steps, zero_init_steps=0).evaluations == steps
+
+
+def test_the_time_told_is_accumulated_and_so_may_miss_the_grid_by_an_ulp() -> None:
+    program = voxcpm.program(6, sway=-0.5, use_cfg_zero_star=False)
+    assert program.schedule[5] == 0.10037042945623398
+    assert program.times[5] == 0.10037042200565338
+    assert program.times[:5] == program.schedule[:5]
+
+
+def test_in_mean_mode_the_denoiser_is_told_the_width_of_its_step() -> None:
+    program = voxcpm.program(5, mean_mode=True)
+    times = (*program.times, 0.0)
+    assert program.extra_times["dt"] == pytest.approx([a - b for a, b in zip(times, times[1:], strict=False)], abs=1e-7)
+    assert program.extra_times["dt"][0] == pytest.approx(0.1212317, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "words"),
+    [
+        (4, {"solver": "midpoint"}, "'solver'.*known are sway, use_cfg_zero_star, zero_init_steps, mean_mode"),
+        (4, {"sway": "much"}, "sway='much', wanted a finite number"),
+        (4, {"mean_mode": 1}, "mean_mode=1, wanted true or false"),
+        (4, {"zero_init_steps": 4}, "4 of 4 steps have zero velocity, wanted 0 to 3"),
+        (4, {"zero_init_steps": -1}, "-1 of 4 steps"),
+        (4, {"zero_init_steps": 1.0}, "1.0 of 4 steps"),
+        (1, {}, "1 of 1 steps have zero velocity"),
+    ],
+)
+def test_options_of_the_loop_are_checked(steps: int, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionUnsupported, match=words):
+        voxcpm.program(steps, **options)
+    assert voxcpm.program(1, use_cfg_zero_star=False).evaluations == 1
+
+
+@pytest.mark.parametrize(("zero_star", "equation"), [(True, "zero_star"), (False, "classifier_free")])
+def test_the_configuration_chooses_the_guidance_equation(zero_star: bool, equation: str) -> None:
+    guidance = region_of(replace(TINY, use_cfg_zero_star=zero_star)).spec.guidance
+    assert guidance is not None
+    assert guidance.equation == equation
+    assert guidance.scales(None) == {"unconditional": 1.0}  # upstream's cfg_value 2
+    assert guidance.branches[1].flags == {"drop_mu": True}
+
+
+def upstream_patch(denoiser: Any, noise: Tensor, mu: Tensor, cond: Tensor, steps: int, scale: float) -> Tensor:
+    """One patch as upstream's host computes it: packed rows, mu zeroed by hand, CFG-Zero*, time accumulated."""
+    rows, grid = len(noise), torch.linspace(1, 0, steps + 1)
+    grid = grid + (torch.cos(torch.pi / 2 * grid) - 1 + grid)
+    x, t = noise, grid[0]
+    for step, point in enumerate(grid[1:], start=1):
+        dt = t - point
+        if step > max(1, int(len(grid) * 0.04)):
+            both = {"x": x.repeat(2, 1, 1), "cond": cond.repeat(2, 1, 1), "mu": torch.cat((mu, mu * 0))}
+            v = denoiser(both["x"], both["mu"], t.repeat(2 * rows), both["cond"], torch.zeros(2 * rows))
+            c, u = v.flatten(1).chunk(2)
+            u = u * ((c * u).sum(1, keepdim=True) / ((u * u).sum(1, keepdim=True) + 1e-8))
+            x = x - dt * (u + scale * (c - u)).view_as(x)
+        t = t - dt
+    return x
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-v1"])
+def test_sampling_is_upstreams_loop_around_the_denoiser(name: str) -> None:
+    config = voxcpm.CONFIGS[name]
+    runtime, given = runtime_of(config, voxcpm.program(10)), inputs_of(config, rows=3)
+    mu, cond = given["mu"], given["cond"]
+    want = upstream_patch(runtime.denoiser(), given["x"], mu, cond, steps=10, scale=2.5)
+    patch = runtime.sample(noise=given["x"], mu=mu, cond=cond, guidance=1.5)
+    assert patch.std() > 0.3
+    torch.testing.assert_close(patch, want, atol=2e-5, rtol=1e-4)
+    plain = runtime_of(replace(config, use_cfg_zero_star=False), voxcpm.program(10))
+    assert (plain.sample(noise=given["x"], mu=mu, cond=cond, guidance=1.5) - patch).abs().max() > 1e-2
+    alone = runtime.sample(noise=given["x"][1:2], mu=mu[1:2], cond=cond[1:2], guidance=1.5)
+    torch.testing.assert_close(alone, patch[1:2], atol=2e-5, rtol=1e-4)
+
+
+def test_a_seed_needs_no_length() -> None:
+    runtime, given = runtime_of(TINY, voxcpm.program(4)), inputs_of(TINY, rows=2)
+    request = {"mu": given["mu"], "cond": given["cond"]}
+    patch = runtime.sample(seed=[7, 9], **request)
+    assert patch.shape == given["x"].shape
+    swapped = {key: value.flip(0) for key, value in request.items()}
+    torch.testing.assert_close(runtime.sample(seed=[9, 7], **swapped), patch.flip(0), atol=1e-5, rtol=1e-4)
+
+
+# --- what leaves the step
+
+
+@pytest.fixture(scope="module", params=["tiny", "tiny-v1"])
+def staged(request: pytest.FixtureRequest) -> Staged:
+    region = region_of(voxcpm.CONFIGS[request.param])
+    graph, symbols = export_region(region)
+    return split(graph, region.spec, symbols)
+
+
+def test_the_step_reads_no_weight_of_times_and_previous_patch(staged: Staged) -> None:
+    elsewhere = ("time_mlp", "delta_time_mlp", "cond_proj")
+    assert not [name for name in staged.step.constants if name.startswith(elsewhere)]
+    assert any(name.startswith("cond_proj") for name in staged.prepare.constants)
+    assert not [name for name in staged.prepare.constants if name.startswith(("time_mlp", "delta_time_mlp"))]
+    if staged.rows is not None:
+        assert not [name for name in staged.rows.constants if name.startswith(elsewhere)]
+
+
+def test_the_first_layer_projects_time_and_context_before_the_step(staged: Staged) -> None:
+    """v2's time token depends on the time alone; v1's holds mu as well."""
+    query = "decoder.layers.0.self_attn.q_proj.weight"
+    assert query in staged.prepare.constants
+    is_v1 = staged.rows is not None
+    assert (query in staged.table.constants) == (not is_v1)
+    assert is_v1 == (staged.spec.input("x").shape[2] == TINY_V1.patch_size)
+    if staged.rows is not None:
+        assert query in staged.rows.constants
+
+
+def tokens_of(staged: Staged, weight: str) -> int:
+    """How many tokens the step multiplies with a weight."""
+    for node in staged.step.module.graph.nodes:
+        if node.target == torch.ops.aten.linear.default and node.args[1].target == weight:
+            return int(node.meta["val"].shape[1])
+    raise AssertionError(f"no linear with {weight}")
+
+
+def test_the_first_projections_and_the_last_layer_cost_the_patch_alone(staged: Staged) -> None:
+    patch = staged.spec.input("x").shape[2]
+    every = 11 if staged.rows is None else 7
+    assert tokens_of(staged, "decoder.layers.0.self_attn.k_proj.weight") == patch
+    assert tokens_of(staged, "decoder.layers.0.mlp.up_proj.weight") == every
+    assert tokens_of(staged, "decoder.layers.1.self_attn.q_proj.weight") == every
+    assert tokens_of(staged, "decoder.layers.2.self_attn.k_proj.weight") == every
+    for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        assert tokens_of(staged, f"decoder.layers.2.{part}.weight") == patch
+
+
+# --- recorded cases: what is not understood is refused (their numbers: tests/test_replay.py)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("region_tiny_cfg", {"scalars": {"cfg_value": 2.0, "rescale": 0.7}}, "'rescale'.*not understood"),
+        ("region_tiny", {"outputs": {"w": torch.zeros(1)}}, r"outputs \['w'\] are not understood"),
+        ("sampler_tiny", {"estimator_calls": 10}, "'estimator_calls': 9"),
+        ("sampler_tiny", {"zero_init_steps": 2}, "'zero_init_steps': 1"),
+        ("sampler_tiny", {"patch_size": 2}, "'patch_size': 4"),
+    ],
+)
+def test_what_a_case_holds_beyond_the_known_is_an_error(name: str, change: dict[str, Any], words: str) -> None:
+    case = read_case(GOLDEN / name)
+    known = {"scalars", "outputs"} & set(change)
+    case = replace(case, **change) if known else replace(case, scalars={**case.scalars, **change})
+    with pytest.raises(UsageError, match=words):
+        voxcpm.replay(case, runtime_of(voxcpm.case_config(case), voxcpm.case_program(case)))
+
+
+def test_a_case_tells_the_sizes_that_its_configuration_leaves_open() -> None:
+    case = read_case(GOLDEN / "region_tiny_mup")
+    config = voxcpm.case_config(case)
+    assert (config.context_size, config.patch_size, config.mu_tokens) == (3, 4, 2)
+    assert config.rope_factors[0] == 2.0
+    assert config.rope_scale > 1.1
+    assert not voxcpm.case_config(read_case(GOLDEN / "sampler_tiny_b")).use_cfg_zero_star
+
+
+@pytest.mark.parametrize(("case", "name"), [("region_real", "VoxCPM2"), ("region_real_v1", "VoxCPM1.5")])
+def test_the_cases_of_released_size_have_the_released_configuration(case: str, name: str) -> None:
+    assert voxcpm.case_config(read_case(GOLDEN / case)) == voxcpm.CONFIGS[name]
