@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -355,7 +356,7 @@ def test_the_released_loop_has_ten_steps_of_which_the_first_costs_nothing() -> N
     assert program.times == pytest.approx(grid[1:-1], abs=6e-5)
     assert program.extra_times == {"dt": (0.0,) * 9}
     moves = [dict(i.terms)["v"] for i in program.instructions if isinstance(i, Combine)]
-    assert moves == pytest.approx([b - a for a, b in zip(grid[1:], grid[2:], strict=False)], abs=2e-4)
+    assert moves == pytest.approx([b - a for a, b in itertools.pairwise(grid[1:])], abs=2e-4)
 
 
 @pytest.mark.parametrize(("steps", "skipped"), [(2, 1), (10, 1), (48, 1), (49, 2), (50, 2), (74, 3)])
@@ -375,7 +376,7 @@ def test_the_time_told_is_accumulated_and_so_may_miss_the_grid_by_an_ulp() -> No
 def test_in_mean_mode_the_denoiser_is_told_the_width_of_its_step() -> None:
     program = voxcpm.program(5, mean_mode=True)
     times = (*program.times, 0.0)
-    assert program.extra_times["dt"] == pytest.approx([a - b for a, b in zip(times, times[1:], strict=False)], abs=1e-7)
+    assert program.extra_times["dt"] == pytest.approx([a - b for a, b in itertools.pairwise(times)], abs=1e-7)
     assert program.extra_times["dt"][0] == pytest.approx(0.1212317, abs=1e-7)
 
 
