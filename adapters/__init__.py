@@ -1,7 +1,7 @@
 """One file a model. Adding a file here adds a model: the folder is listed, nothing is registered.
 
 An adapter is a module with the names of the `Adapter` protocol below. It imports `region`, `schedule`, `program`,
-`guidance`, `checkpoint` and `kernels`, never an engine. Adapters outside this package are found through the
+`guidance`, `traits`, `checkpoint` and `kernels`, never an engine. Adapters outside this package are found through the
 entry-point group `voicehub_aot.adapters`.
 """
 
@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import torch
 
-from voicehub_aot.errors import UnknownModel
+from voicehub_aot.errors import ContradictoryTraits, UnknownModel
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program
 from voicehub_aot.region import Region
+from voicehub_aot.traits import Traits
 
 ENTRY_POINTS = "voicehub_aot.adapters"
 
@@ -63,6 +64,8 @@ class Adapter(Protocol):
     DEFAULT_CONFIG: the config built when none is named. DEFAULT_BUCKETS: lengths by dimension.
     DEFAULT_STEPS: step counts built when none are given. PROGRAM_OPTIONS: what else `program` takes, with the released
     defaults. HUB_FILES: file patterns of each config in its hub repository.
+    TRAITS: what the model supports, whether or not it is built here.
+    case_config(case), if there: the configuration of a recorded case whose hyperparameters leave sizes to its tensors.
     """
 
     NAME: str
@@ -73,6 +76,7 @@ class Adapter(Protocol):
     DEFAULT_STEPS: tuple[int, ...]
     PROGRAM_OPTIONS: Mapping[str, Any]
     HUB_FILES: Mapping[str, tuple[str, ...]]
+    TRAITS: Traits
 
     def config_from(self, values: Mapping[str, Any]) -> Any:
         """Hyperparameters in upstream's own names -> the adapter's config; unknown names are a UsageError."""
@@ -128,3 +132,12 @@ def load(name: str) -> Adapter:
             raise UnknownModel(f"model {name!r} is not known; known are {', '.join(names())}")
     adapter: Adapter = importlib.import_module(_modules()[key])
     return adapter
+
+
+def inventory() -> dict[str, Traits]:
+    """What each model supports, by name. Imports every adapter; ContradictoryTraits if one declares nothing."""
+    declared = {name: getattr(load(name), "TRAITS", None) for name in names()}
+    silent = [f"{name} ({_modules()[name]})" for name, traits in declared.items() if not isinstance(traits, Traits)]
+    if silent:
+        raise ContradictoryTraits(f"{', '.join(silent)}: wanted TRAITS = Traits(...), of voicehub_aot.traits")
+    return {name: traits for name, traits in declared.items() if traits is not None}

@@ -49,6 +49,7 @@ from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.solver import SOLVERS
+from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -62,6 +63,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "TRAITS",
     "case_program",
     "checkpoint_shapes",
     "config_from",
@@ -83,6 +85,16 @@ HUB_FILES = {
     "E2TTS_Base": ("E2TTS_Base/model_1200000.safetensors",),
     "tiny": (),
 }
+TRAITS = Traits(
+    formulation="conditional-flow-matching",
+    operations=("denoiser", "classifier-free-guidance", "euler-solver", "midpoint-solver"),
+    techniques=("schedule", "guidance", "prediction-cache", "stork2"),
+    attention=("native", "sdpa", "flash_attention_4"),
+    kernels=("native", "torch", "auto", "triton", "cuda_extension"),
+    dtypes=("float32", "float16", "bfloat16"),
+    passes=("compile", "attention-backend", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
+    surfaces=("flow_model.transformer.forward",),
+)
 
 _CALL = Call(
     parameters=(

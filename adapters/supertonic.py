@@ -36,6 +36,7 @@ from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
 from voicehub_aot.solver import euler
+from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -79,6 +80,14 @@ DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (64, 128, 250)}
 DEFAULT_STEPS: tuple[int, ...] = (8, 5)
 PROGRAM_OPTIONS: Mapping[str, Any] = {}
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, (f"onnx/{GRAPH}", "onnx/tts.json"))
+TRAITS = Traits(
+    formulation="flow-matching",
+    operations=("denoiser", "iterative-estimator"),
+    techniques=("discrete-step-count",),
+    dtypes=("float32", "float16", "bfloat16"),
+    passes=("compile", "diffusion-cache", "diffusion-sampling"),
+    surfaces=("duration_predictor.forward", "text_encoder.forward", "vector_estimator.forward", "vocoder.forward"),
+)
 
 
 def config_from(values: Mapping[str, Any]) -> Config:

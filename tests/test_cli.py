@@ -303,7 +303,10 @@ def test_models_lists_what_can_be_built(command: Command) -> None:
     assert {"f5tts", "supertonic"} <= set(listed)
     assert listed["f5tts"]["default"] in listed["f5tts"]["configs"]
     assert "tiny" in listed["supertonic"]["configs"]
-    assert "F5TTS_v1_Base" in command("models").out
+    assert listed["f5tts"]["traits"] == f5tts.TRAITS.model_dump(mode="json")
+    table = command("models").out
+    assert "F5TTS_v1_Base" in table
+    assert "discrete-step-count" in table
 
 
 def test_doctor_says_what_decides_a_build(command: Command) -> None:

@@ -18,6 +18,7 @@ TREE = [
     ("StageFailed", errors.BuildError, 1),
     ("CompileFailed", errors.BuildError, 1),
     ("ParityFailed", errors.BuildError, 3),
+    ("ContradictoryTraits", errors.BuildError, 1),
     ("LoadError", errors.AotError, 5),
     ("ArtifactCorrupt", errors.LoadError, 5),
     ("VersionUnsupported", errors.LoadError, 5),

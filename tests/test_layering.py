@@ -18,6 +18,7 @@ LAYERS = {
     "kernels": {"errors"},
     "schedule": {"errors"},
     "guidance": {"errors"},
+    "traits": {"errors"},
     "synthetic": {"errors"},
     "checkpoint": {"errors"},
     "target": {"errors"},
@@ -28,7 +29,7 @@ LAYERS = {
     "bucket": {"region", "errors"},
     "request": {"region", "errors"},
     "denoiser": {"region", "errors"},
-    "adapters": {"region", "schedule", "solver", "program", "guidance", "golden", "checkpoint", "kernels", "errors"},
+    "adapters": {"region", "schedule", "solver", "program", "guidance", "traits", "golden", "checkpoint"},
     "export": {"kernels", "bucket", "region", "errors"},
     "stage": {"export", "kernels", "bucket", "region", "errors"},
     "choice": {"errors"},
@@ -36,10 +37,11 @@ LAYERS = {
     "sampler": {"program", "guidance", "kernels", "errors"},
     "artifacts": {"program", "bucket", "region", "target", "errors"},
 }
+LAYERS["adapters"] |= {"kernels", "errors"}
 LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
 LAYERS["runtime"] = {"artifacts", "engines", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
 LAYERS["runtime"] |= {"guidance", "target", "errors"}
-LAYERS["__init__"] = {"runtime", "errors"}
+LAYERS["__init__"] = {"adapters", "runtime", "errors"}
 LAYERS["parity"] = {"runtime", "sampler", "artifacts", "bucket", "region", "program", "guidance", "errors"}
 LAYERS["verify"] = {"parity", "runtime", "artifacts", "errors"}
 LAYERS["compilation"] = {"export", "stage", "engines", "runtime", "artifacts", "bucket", "program", "region", "target"}

@@ -4,16 +4,17 @@ from importlib import metadata
 import pytest
 
 import voicehub_aot
-from voicehub_aot import errors, runtime
+from voicehub_aot import adapters, errors, runtime
 
 
 def test_the_package_exports_these_names_and_no_others():
-    assert sorted(voicehub_aot.__all__) == ["AotError", "Runtime", "__version__", "load"]
+    assert sorted(voicehub_aot.__all__) == ["AotError", "Runtime", "__version__", "inventory", "load"]
 
 
 def test_the_exports_are_the_real_things():
     assert voicehub_aot.AotError is errors.AotError
     assert voicehub_aot.Runtime is runtime.Runtime
+    assert voicehub_aot.inventory is adapters.inventory
     assert voicehub_aot.load is runtime.load
 
 

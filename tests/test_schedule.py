@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from voicehub_aot.errors import UsageError
-from voicehub_aot.schedule import Schedule, epss, linear, sway
+from voicehub_aot.schedule import Schedule, descending, epss, linear, sway
 
 # SWivid/F5-TTS 2ae2c9b, src/f5_tts/model/utils.py, get_epss_timesteps: numerators of 32.
 EPSS = {
@@ -26,6 +26,13 @@ F5_SEVEN_STEPS = (
     0.6173166036605835,
     1.0,
 )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 32])
+def test_descending_is_uniform_from_one_to_zero(steps):
+    times = descending(steps).times
+    assert times == pytest.approx([1 - n / steps for n in range(steps + 1)], abs=1e-6)
+    assert (times[0], times[-1]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 32])
@@ -75,7 +82,7 @@ def test_the_released_f5_grid_is_reproduced_bit_for_bit():
     assert sway(epss(7), -1.0).times == F5_SEVEN_STEPS
 
 
-@pytest.mark.parametrize("grid", [linear, epss])
+@pytest.mark.parametrize("grid", [linear, descending, epss])
 @pytest.mark.parametrize("steps", [0, -1])
 def test_fewer_than_one_step_is_a_usage_error(grid, steps):
     with pytest.raises(UsageError, match=f"steps={steps}: a schedule needs at least 1 step"):

@@ -2,6 +2,8 @@
 
 runtime = voicehub_aot.load("supertonic.aot")
 latent = runtime.sample(seed=0, lengths=[96], text_emb=…, style_ttl=…)
+
+voicehub_aot.inventory()  # what each model supports, by name
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from voicehub_aot.adapters import inventory
     from voicehub_aot.errors import AotError
     from voicehub_aot.runtime import Runtime, load
 
 __version__ = "0.1.0"
-__all__ = ["AotError", "Runtime", "__version__", "load"]
+__all__ = ["AotError", "Runtime", "__version__", "inventory", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from voicehub_aot import runtime
 
         return getattr(runtime, name)
+    if name == "inventory":
+        from voicehub_aot.adapters import inventory
+
+        return inventory
     if name == "AotError":
         from voicehub_aot.errors import AotError
 

@@ -226,10 +226,11 @@ def replay(
 
 @app.command()
 def models(as_json: Json = False) -> None:
-    """Every model that can be built, and its configurations."""
+    """Every model that can be built, its configurations, and what it supports."""
     from voicehub_aot import adapters
 
     rows: list[dict[str, Any]] = []
+    inventory = adapters.inventory()
     for name in adapters.names():
         adapter = adapters.load(name)
         rows.append(
@@ -240,12 +241,13 @@ def models(as_json: Json = False) -> None:
                 "default": adapter.DEFAULT_CONFIG,
                 "buckets": {k: list(v) for k, v in adapter.DEFAULT_BUCKETS.items()},
                 "steps": list(adapter.DEFAULT_STEPS),
+                "traits": inventory[name].model_dump(mode="json"),
             }
         )
     if as_json:
         console.show_json(rows)
     else:
-        columns = ("model", "configs (first = default)", "aliases", "default steps")
+        columns = ("model", "configs (first = default)", "aliases", "default steps", "formulation", "techniques")
         console.show_table(
             "models",
             columns,
@@ -255,6 +257,8 @@ def models(as_json: Json = False) -> None:
                     ", ".join([r["default"], *(c for c in r["configs"] if c != r["default"])]),
                     ", ".join(r["aliases"]),
                     ",".join(map(str, r["steps"])),
+                    r["traits"]["formulation"],
+                    ", ".join(r["traits"]["techniques"]),
                 )
                 for r in rows
             ],

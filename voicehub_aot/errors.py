@@ -2,7 +2,8 @@
 
     AotError
       UsageError         UnknownModel, InputMismatch, NoBucketFits, ProgramNotBuilt       exit 2
-      BuildError         CheckpointMismatch (5), ExportFailed, StageFailed, CompileFailed (1), ParityFailed (3)
+      BuildError         CheckpointMismatch (5), ExportFailed, StageFailed, CompileFailed (1), ParityFailed (3),
+                         ContradictoryTraits (1)
       LoadError          ArtifactCorrupt, VersionUnsupported, TargetMismatch              exit 5
       Unsupported        EngineUnavailable, OptionUnsupported                             exit 4
       GateFailed         slower than the caller asked for                                 exit 6
@@ -70,6 +71,10 @@ class ParityFailed(BuildError):
     """An engine is further from the reference than its budget."""
 
     exit_code = 3
+
+
+class ContradictoryTraits(BuildError):
+    """An adapter declares no traits, unknown ones, or some that exclude each other."""
 
 
 class LoadError(AotError):

@@ -45,7 +45,8 @@ def resolve(model: str, config: str | None, weights: str, values: Mapping[str, A
 def from_case(case: Case) -> Model:
     """The model a recorded case was run with."""
     adapter = adapters.load(case.model)
-    config = adapter.config_from(case.config)
+    of_case = getattr(adapter, "case_config", None)
+    config = adapter.config_from(case.config) if of_case is None else of_case(case)
     state = adapter.read_checkpoint(case.onnx, None)[1] if case.weights == "onnx" else case.checkpoint()
     return _model(adapter, case.name, config, state, case.name)
 

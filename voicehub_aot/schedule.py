@@ -64,6 +64,12 @@ def linear(steps: int) -> Schedule:
     return _from_grid(torch.linspace(0, 1, steps + 1, dtype=torch.float32), f"steps={steps}")
 
 
+def descending(steps: int) -> Schedule:
+    """The uniform grid from 1 to 0, for models whose time is 1 at the noise end."""
+    _check_steps(steps)
+    return _from_grid(torch.linspace(1, 0, steps + 1, dtype=torch.float32), f"steps={steps}")
+
+
 def epss(steps: int) -> Schedule:
     """F5's empirically pruned grid where it has one (5, 6, 7, 10, 12, 16 steps), else the uniform grid."""
     if steps not in EPSS_32:

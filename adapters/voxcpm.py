@@ -1,0 +1,274 @@
+"""VoxCPM2, VoxCPM1.5 and VoxCPM-0.5B: the local DiT that turns language-model states into one patch of speech latents.
+
+Upstream   OpenBMB/VoxCPM 616d3d3e630a9c96c2853250eef91b0f39dcd5fa, src/voxcpm/modules/locdit: local_dit.py (v1),
+           local_dit_v2.py, unified_cfm.py; Apache-2.0
+Weights    openbmb/VoxCPM2 (Apache-2.0), openbmb/VoxCPM1.5, openbmb/VoxCPM-0.5B on the hub: feat_decoder.estimator.*
+Compiled   one evaluation of the estimator. Language models, patch encoder and codec stay with the host, which solves
+           one patch after the other: mu and cond are new for each
+Time       1 = noise, 0 = data. The loop starts with steps of zero velocity (CFG-Zero*), which cost no evaluation
+
+| tensor       | binding | shape                | VoxCPM2      | 1.5        | 0.5B       |
+|---|---|---|---|---|---|
+| x, velocity  | state   | [B, feat, P]         | [B, 64, 4]   | [B, 64, 4] | [B, 64, 2] |
+| time, dt     | time    | [1]                  |              |            |            |
+| mu           | request | [B, n * D]           | [B, 2048]    | [B, 1024]  | [B, 1024]  |
+| cond         | request | [B, feat, P]         | as x         | as x       | as x       |
+| drop_mu      | flag    | [B]; mu becomes 0    |              |            |            |
+| tokens       |         | n (+ 1 in v2) + 2 P  | 11           | 9          | 5          |
+
+dt is 0 except in mean mode, where it is the step's width; its embedding of 0 is not 0, so it is an input always.
+cond is the previous patch, zeros before the first. Rows are independent and have no length: nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from voicehub_aot import schedule
+from voicehub_aot.adapters._voxcpm_checkpoint import (
+    CONFIGS,
+    NAME,
+    PREFIX,
+    checkpoint_shapes,
+    config_from,
+    network,
+    read_checkpoint,
+)
+from voicehub_aot.adapters._voxcpm_dit import Config
+from voicehub_aot.checkpoint import check_shapes
+from voicehub_aot.errors import OptionUnsupported, UsageError
+from voicehub_aot.guidance import EQUATIONS, LEAST_SQUARE, Branch, Guidance
+from voicehub_aot.program import Program, check_options, probe
+from voicehub_aot.region import Call, Input, Parameter, Region, RegionSpec
+from voicehub_aot.schedule import Schedule
+from voicehub_aot.solver import euler
+from voicehub_aot.traits import Traits
+
+if TYPE_CHECKING:
+    from voicehub_aot.adapters import Sampler
+    from voicehub_aot.golden import Case
+
+__all__ = [
+    "ALIASES",
+    "CONFIGS",
+    "DEFAULT_BUCKETS",
+    "DEFAULT_CONFIG",
+    "DEFAULT_STEPS",
+    "HUB_FILES",
+    "NAME",
+    "PROGRAM_OPTIONS",
+    "TRAITS",
+    "case_config",
+    "case_program",
+    "checkpoint_shapes",
+    "config_from",
+    "formula_weights",
+    "program",
+    "read_checkpoint",
+    "region",
+    "replay",
+]
+
+ALIASES = ("voxcpm2", "voxcpm1.5")
+DEFAULT_CONFIG = "VoxCPM2"
+DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {}
+DEFAULT_STEPS = (10,)
+HUB_FILES: Mapping[str, tuple[str, ...]] = {
+    name: () if name.startswith("tiny") else ("config.json", "model.safetensors", "pytorch_model.bin")
+    for name in CONFIGS
+}
+TRAITS = Traits(
+    formulation="conditional-flow-matching",
+    operations=("denoiser", "classifier-free-guidance", "euler-solver"),
+    techniques=("schedule", "guidance", "prediction-cache"),
+    attention=("native", "sdpa"),
+    dtypes=("float32", "float16", "bfloat16"),
+    passes=("compile", "sdpa", "diffusion-cache", "diffusion-sampling"),
+    surfaces=("generate_features",),
+)
+
+_CALL = Call(
+    parameters=(
+        Parameter(name="x", kind="tensor", feeds="x"),
+        Parameter(name="mu", kind="tensor", feeds="mu"),
+        Parameter(name="t", kind="time"),
+        Parameter(name="cond", kind="tensor", feeds="cond"),
+        Parameter(name="dt", kind="time", feeds="dt"),
+    ),
+    returns="velocity",
+    source="OpenBMB/VoxCPM 616d3d3e, src/voxcpm/modules/locdit/local_dit_v2.py, VoxCPMLocDiT.forward",
+)
+
+
+def formula_weights(config: Config) -> dict[str, Tensor]:
+    """None: rotary rows are no checkpoint entries."""
+    return {}
+
+
+def _guidance(config: Config) -> Guidance:
+    """Upstream's cfg_value w is scale w - 1 here; released 2. The equation is the config's: it is compiled in."""
+    branches = (
+        Branch(name="conditional", flags={}),
+        Branch(name="unconditional", flags={"drop_mu": True}, scale=1.0),
+    )
+    return Guidance(equation="zero_star" if config.use_cfg_zero_star else "classifier_free", branches=branches)
+
+
+def _spec(config: Config) -> RegionSpec:
+    c = config
+    return RegionSpec(
+        name="local_dit",
+        inputs=(
+            Input(name="x", shape=("B", c.feat_dim, c.patch_size), binding="STATE", doc="patch, noise at time 1"),
+            Input(name="time", shape=(1,), binding="TIME", doc="1 = noise, 0 = data"),
+            Input(name="dt", shape=(1,), binding="TIME", doc="width of the step in mean mode, else 0"),
+            Input(
+                name="mu",
+                shape=("B", c.mu_tokens * c.hidden_size),
+                binding="REQUEST",
+                doc="projected states of both language models",
+            ),
+            Input(
+                name="cond", shape=("B", c.feat_dim, c.context_size), binding="REQUEST", doc="previous patch, or zeros"
+            ),
+            Input(name="drop_mu", shape=("B",), dtype="bool", binding="REQUEST", flag=True, doc="mu becomes 0"),
+        ),
+        dims=(),
+        guidance=_guidance(config),
+        call=_CALL,
+        main_dim=None,
+    )
+
+
+def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
+    check_shapes(NAME, weights, checkpoint_shapes(config))
+    module = network(config)
+    state = {key.removeprefix(PREFIX): tensor.float().contiguous() for key, tensor in weights.items()}
+    module.load_state_dict(state, assign=True)
+    return Region(_spec(config), module.eval().requires_grad_(False))
+
+
+# --- sampling loop
+
+PROGRAM_OPTIONS: Mapping[str, Any] = {
+    "sway": 1.0,
+    "use_cfg_zero_star": True,  # the loop starts with steps of zero velocity; the equation is the configuration's
+    "zero_init_steps": None,  # how many; None = upstream's 4 % of the grid's points, at least 1
+    "mean_mode": False,  # dt is told the denoiser
+}
+
+
+def program(steps: int, **options: Any) -> Program:
+    """UnifiedCFM.solve_euler. What the denoiser is told is accumulated by subtraction there, in float32."""
+    chosen = check_options(NAME, PROGRAM_OPTIONS, options)
+    grid = schedule.sway(schedule.descending(steps), chosen["sway"])
+    skipped = chosen["zero_init_steps"]
+    if skipped is None:
+        skipped = max(1, int((steps + 1) * 0.04)) if chosen["use_cfg_zero_star"] else 0
+    if not isinstance(skipped, int) or isinstance(skipped, bool) or not 0 <= skipped < steps:
+        raise OptionUnsupported(
+            f"{NAME}: {skipped!r} of {steps} steps have zero velocity, wanted 0 to {steps - 1}, so that one is "
+            "evaluated; ask for more steps, or set zero_init_steps"
+        )
+    times, widths = accumulated(grid)
+    told = widths if chosen["mean_mode"] else (0.0,) * steps
+    return euler(grid, times=times, extra_times={"dt": told}, skip=skipped)
+
+
+def accumulated(grid: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """t and dt of each step as upstream's loop has them: t <- t - dt, then dt <- t - next."""
+    points = torch.tensor(grid.times, dtype=torch.float32)
+    t, times, widths = points[0], list[float](), list[float]()
+    for point in points[1:]:
+        dt = t - point
+        times.append(float(t))
+        widths.append(float(dt))
+        t = t - dt
+    return tuple(times), tuple(widths)
+
+
+# --- recorded cases
+
+
+def case_config(case: Case) -> Config:
+    """A case's configuration, with the sizes that upstream reads off its tensors."""
+    inputs, width = case.inputs, case.config["decoder"]["hidden_size"]
+    sizes = {
+        "patch_size": inputs["noise" if case.kind == "sampler" else "x"].shape[2],
+        "context_size": inputs["cond"].shape[2],
+        "mu_tokens": inputs["mu"].shape[1] // width,
+        "use_cfg_zero_star": case.scalars.get("use_cfg_zero_star", True),
+    }
+    return config_from({**case.config, **sizes})
+
+
+def _moments(case: Case) -> list[tuple[float, float]]:
+    """(time, dt) of each row of a case of single evaluations."""
+    rows = len(case.inputs["x"])
+    times = case.inputs["t"].expand(rows).tolist()
+    return list(zip(times, case.inputs.get("dt", torch.zeros(1)).expand(rows).tolist(), strict=True))
+
+
+def case_program(case: Case) -> Program:
+    if case.kind == "sampler":
+        s = case.scalars
+        return program(
+            s["n_timesteps"],
+            sway=float(s["sway_sampling_coef"]),
+            use_cfg_zero_star=s["use_cfg_zero_star"],
+            mean_mode=case.config["mean_mode"],
+        )
+    times, widths = zip(*dict.fromkeys(_moments(case)), strict=True)
+    return probe(times, {"dt": widths})
+
+
+def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    known = SCALARS if case.kind == "sampler" else {"cfg_value"}
+    if unknown := sorted(set(case.scalars) - known):
+        raise UsageError(f"{case.name}: scalars {unknown!r} are not understood; known are {sorted(known)!r}")
+    results = _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
+    if unknown := sorted(set(case.outputs) - set(results)):
+        raise UsageError(f"{case.name}: outputs {unknown!r} are not understood; known are {sorted(results)!r}")
+    return {name: results[name] for name in case.outputs}
+
+
+def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    """Each row at its own time: a region has one for all rows."""
+    moments, state = _moments(case), case.inputs["x"]
+    blocks = []
+    for row, (time, width) in enumerate(moments):
+        request: dict[str, Any] = {name: case.inputs[name][row : row + 1] for name in ("mu", "cond")}
+        blocks.append(sampler.evaluate(state[row : row + 1], time, extra_times={"dt": width}, packed=True, **request))
+    packed = torch.stack(blocks, dim=1).flatten(0, 1)  # conditional rows, then unconditional ones
+    c, u = packed.flatten(1).chunk(2)
+    results = {"v": packed[: len(state)], "v_packed": packed}
+    results["st_star"] = (c * u).sum(1, keepdim=True) / (u.square().sum(1, keepdim=True) + LEAST_SQUARE)
+    if "cfg_value" in case.scalars:
+        for name, equation in (("zero_star", "zero_star"), ("plain", "classifier_free")):
+            results[f"v_guided_{name}"] = EQUATIONS[equation](packed, [case.scalars["cfg_value"] - 1.0])
+    return results
+
+
+SCALARS = {"temperature", "sway_sampling_coef", "use_cfg_zero_star", "cfg_value", "patch_size", "n_timesteps"}
+SCALARS |= {"zero_init_steps", "estimator_calls"}
+
+
+def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    loop, s = case_program(case), case.scalars
+    counted = {"estimator_calls": loop.evaluations, "zero_init_steps": loop.steps - loop.evaluations}
+    counted["patch_size"] = case.inputs["noise"].shape[2]
+    if wrong := {name: value for name, value in counted.items() if s.get(name, value) != value}:
+        raise UsageError(f"{case.name}: the loop has {wrong!r}, the case {[s[name] for name in wrong]!r}")
+    *_, patch = sampler.trajectory(
+        noise=case.inputs["noise"] * s["temperature"],
+        program=loop.name,
+        guidance=s["cfg_value"] - 1.0,
+        mu=case.inputs["mu"],
+        cond=case.inputs["cond"],
+    )
+    schedules = {"t_schedule": loop.schedule, "t_evaluated": loop.times, "dt_evaluated": loop.extra_times["dt"]}
+    return {"patch": patch, **{name: torch.tensor(values) for name, values in schedules.items()}}
