@@ -78,6 +78,18 @@ class LearnedAffine(nn.Module):
         return self.weight, self.bias
 
 
+class Pointwise(nn.Module):
+    """A 1x1 convolution, weight [out, in, 1], as a linear over the last dimension."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, 1))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.squeeze(-1), self.bias)
+
+
 class Output(nn.Module):
     def __init__(self, inner: int, width: int) -> None:
         super().__init__()
@@ -110,7 +122,15 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+class FixedEmbedding(nn.Module):
+    """What stands for the text where it is dropped: a learned row for each position."""
+
+    def __init__(self, positions: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(positions, width)
 
 
 class Block(nn.Module):
@@ -148,18 +168,15 @@ class StyleDenoiser(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.num_layers))
-        self.to_out = nn.ModuleDict({"1": nn.Conv1d(c.width, c.channels, 1)})
-        self.to_mapping = nn.Sequential(
-            nn.Linear(c.width, c.width), nn.GELU(), nn.Linear(c.width, c.width), nn.GELU()
-        )
+        self.to_out = nn.Sequential(nn.Identity(), Pointwise(c.width, c.channels))  # upstream transposes at place 0
+        self.to_mapping = nn.Sequential(nn.Linear(c.width, c.width), nn.GELU(), nn.Linear(c.width, c.width), nn.GELU())
         self.to_time = nn.Sequential(
             nn.Sequential(TimeFeatures(c.channels), nn.Linear(1 + 2 * (c.channels // 2), c.width)), nn.GELU()
         )
-        if c.context_features:
-            self.to_features = nn.Sequential(nn.Linear(c.context_features, c.width), nn.GELU())
-        self.fixed_embedding = nn.ModuleDict(
-            {"embedding": nn.Embedding(c.embedding_max_length, c.context_embedding_features)}
+        self.to_features = (
+            nn.Sequential(nn.Linear(c.context_features, c.width), nn.GELU()) if c.context_features else None
         )
+        self.fixed_embedding = FixedEmbedding(c.embedding_max_length, c.context_embedding_features)
 
     def forward(
         self,
@@ -175,15 +192,15 @@ class StyleDenoiser(nn.Module):
         inside = torch.arange(tokens, device=embedding.device) < lengths[:, None]
         bias = key_bias(inside)
         share = (inside.to(embedding.dtype) / lengths[:, None])[:, None]
-        embedding = torch.where(drop[:, None, None], self.fixed_embedding["embedding"].weight[:tokens], embedding)
+        embedding = torch.where(drop[:, None, None], self.fixed_embedding.embedding.weight[:tokens], embedding)
         mapping = self.to_time(time)
-        if features is not None:
+        if self.to_features is not None:
             mapping = mapping + self.to_features(features)
         mapping = self.to_mapping(mapping)[:, None]
         h = torch.cat((x.expand(-1, tokens, -1), embedding), dim=-1)
         *blocks, last = self.blocks
+        assert isinstance(last, Block)
         for block in blocks:
             h = block(h, mapping, features, bias)
-        y = last.mean(h, mapping, features, bias, share)
-        out = self.to_out["1"]
-        return F.linear(y, out.weight.squeeze(-1), out.bias)
+        out: Tensor = self.to_out(last.mean(h, mapping, features, bias, share))
+        return out

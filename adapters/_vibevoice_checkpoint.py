@@ -76,7 +76,7 @@ def _files(path: Path) -> list[Path]:
             shards = json.loads(index.read_text())["weight_map"]
             names = {str(name) for key, name in shards.items() if key.startswith(NAMES)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointMismatch(f"{index}: unreadable ({error!r}); wanted a JSON object with weight_map") from error
+            raise CheckpointMismatch(f"{index}: unreadable ({error!r}); wanted JSON with a weight_map") from error
         if not names:
             raise CheckpointMismatch(f"{index}: no key starts with {PREFIX!r}; give a VibeVoice checkpoint")
         return [index.parent / name for name in sorted(names)]
@@ -84,8 +84,8 @@ def _files(path: Path) -> list[Path]:
         return [path]
     found = sorted(path.glob("*.safetensors"))
     if len(found) != 1:
-        names = ", ".join(f.name for f in found) or "none"
-        raise CheckpointMismatch(f"{path}: wanted {INDEX} or one .safetensors, found {names}; name the file")
+        listed = ", ".join(f.name for f in found) or "none"
+        raise CheckpointMismatch(f"{path}: wanted {INDEX} or one .safetensors, found {listed}; name the file")
     return found
 
 

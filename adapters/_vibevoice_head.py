@@ -86,7 +86,7 @@ def module_state(c: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def wave_features(time: Tensor) -> Tensor:
-    """time: [1], 0 to 999 -> [1, FEATURES], cosines first. Angles reach 999 rad: the order of products is upstream's."""
+    """time: [1], 0 to 999 -> [1, FEATURES], cosines first. Angles reach 999 rad: the products' order is upstream's."""
     half = FEATURES // 2
     place = torch.arange(half, dtype=torch.float32, device=time.device)
     frequencies = torch.exp(-math.log(10000) * place / half)
