@@ -107,6 +107,17 @@ def test_safetensors_are_read(tmp_path):
     assert torch.equal(read_tensors(tmp_path / "model.safetensors")["proj.weight"], WEIGHTS["proj.weight"])
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
+def test_of_a_whole_model_only_the_wanted_part_is_kept(tmp_path, name):
+    whole = {"head.a": torch.ones(1), "head.b": torch.ones(2), "trunk.head.a": torch.ones(3), "other": torch.ones(4)}
+    if name.endswith("safetensors"):
+        save_file(whole, tmp_path / name)
+    else:
+        torch.save(whole, tmp_path / name)
+
+    assert set(read_tensors(tmp_path / name, ("head.", "oth"))) == {"head.a", "head.b", "other"}
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".bin"])
 def test_torch_files_are_read_with_their_nesting(tmp_path, suffix):
     file = tmp_path / f"model{suffix}"

@@ -1,10 +1,20 @@
+import itertools
 import math
 
 import pytest
 from pydantic import ValidationError
 
 from voicehub_aot.errors import UsageError
-from voicehub_aot.schedule import Schedule, descending, epss, linear, sway
+from voicehub_aot.schedule import (
+    Schedule,
+    cosine_noise_ratios,
+    descending,
+    epss,
+    karras,
+    linear,
+    sway,
+    training_timesteps,
+)
 
 # SWivid/F5-TTS 2ae2c9b, src/f5_tts/model/utils.py, get_epss_timesteps: numerators of 32.
 EPSS = {
@@ -111,3 +121,75 @@ def test_a_schedule_survives_json_bit_for_bit():
     schedule = sway(linear(13), -1.0)
 
     assert Schedule.model_validate_json(schedule.model_dump_json()) == schedule
+
+
+# yl4579/StyleTTS2 5cedc71, Modules/diffusion/sampler.py, KarrasSchedule(0.0001, 3.0, 9.0) with 5 steps.
+STYLETTS2_FIVE_LEVELS = (
+    2.999999761581421,
+    0.5579147934913635,
+    0.07036221772432327,
+    0.004757816903293133,
+    0.00010000002657761797,
+    0.0,
+)
+
+
+def test_karras_levels_are_styletts2s_bit_for_bit():
+    assert karras(5, 1e-4, 3.0, 9.0).times == STYLETTS2_FIVE_LEVELS
+
+
+@pytest.mark.parametrize("rho", [1.0, 7.0])
+def test_karras_levels_are_even_in_their_root_and_end_at_zero(rho):
+    *levels, last = karras(9, 0.01, 80.0, rho).times
+
+    roots = [level ** (1 / rho) for level in levels]
+    assert last == 0.0
+    assert (levels[0], levels[-1]) == (pytest.approx(80.0, rel=1e-6), pytest.approx(0.01, rel=1e-3))
+    assert [b - a for a, b in itertools.pairwise(roots)] == pytest.approx([(roots[-1] - roots[0]) / 8] * 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(("steps", "sigma_min", "sigma_max"), [(1, 0.1, 1.0), (5, 1.0, 1.0), (5, -1.0, 1.0)])
+def test_karras_levels_that_do_not_fall_are_refused(steps, sigma_min, sigma_max):
+    with pytest.raises(UsageError):
+        karras(steps, sigma_min, sigma_max, 7.0)
+
+
+# microsoft/VibeVoice e73d1e1, vibevoice/schedule/dpm_solver.py, set_timesteps: halves go to the even number.
+@pytest.mark.parametrize(
+    ("steps", "times"),
+    [
+        (1, (999, -1)),
+        (2, (999, 500, -1)),
+        (5, (999, 799, 599, 400, 200, -1)),
+        (6, (999, 832, 666, 500, 333, 166, -1)),
+        (10, (999, 899, 799, 699, 599, 500, 400, 300, 200, 100, -1)),
+    ],
+)
+def test_training_timesteps_fall_to_the_clean_end(steps, times):
+    assert training_timesteps(steps).times == times
+
+
+@pytest.mark.parametrize("steps", [0, 1500])
+def test_more_timesteps_than_were_trained_are_refused(steps):
+    with pytest.raises(UsageError):
+        training_timesteps(steps)
+
+
+def test_cosine_noise_ratios_are_vibevoices():
+    ratios = cosine_noise_ratios()
+
+    assert len(ratios) == 1000
+    assert ratios[999] == pytest.approx(20291.3, rel=1e-6)
+    assert [ratios[t] for t in (899, 500, 100)] == pytest.approx([6.364592, 1.015551, 0.17104375], rel=1e-6)
+
+
+def test_cosine_noise_ratios_are_the_tangent_of_the_time():
+    """Until the largest step is clipped, alpha^2 = cos^2(a(t)) / cos^2(a(0))."""
+    ratios = cosine_noise_ratios(100)
+
+    def angle(u):
+        return (u + 0.008) / 1.008 * math.pi / 2
+
+    for step in (0, 40, 90):
+        alpha = math.cos(angle((step + 1) / 100)) / math.cos(angle(0))
+        assert ratios[step] == pytest.approx(math.sqrt(1 / alpha**2 - 1), rel=1e-4)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency
 
@@ -60,15 +60,19 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """A .safetensors file, or a .pt/.pth/.ckpt read with weights_only (nested mappings are left as they are)."""
+def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, torch.Tensor]:
+    """A .safetensors file, or a .pt/.pth/.ckpt read with weights_only (nested mappings are left as they are).
+
+    prefixes: keep keys that start with one of them; of a .safetensors, a whole model's say, no others are read.
+    """
     try:
         if path.suffix == ".safetensors":
-            return dict(load_file(path))
+            with safe_open(path, framework="pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefixes)}  # noqa: SIM118
         if path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             if isinstance(loaded, dict):
-                return loaded
+                return {key: value for key, value in loaded.items() if str(key).startswith(prefixes)}
             raise CheckpointMismatch(f"{path}: holds a {type(loaded).__name__}, wanted a mapping of tensors")
     except CheckpointMismatch:
         raise

@@ -55,11 +55,11 @@ class Denoiser(nn.Module):
         request: dict[str, Any] = {n: t for n, t in given.tensor.items() if n != spec.state.name}
         request.update(_reach(spec, given))
         request.update({n: torch.full((len(state),), value) for n, value in given.switches.items()})
+        request.update(_unnamed(spec, given))
         if spec.call.returns == "velocity":
             flags = {n: v for n, v in given.flags.items() if v}
-            return self.runtime.evaluate(
-                state, given.time(), extra_times=given.extra_times, packed=given.packed, flags=flags, **request
-            )
+            options: Any = {"extra_times": given.extra_times, "packed": given.packed, "guidance": given.guidance}
+            return self.runtime.evaluate(state, given.time(), flags=flags, **options, **request)
         scales = spec.guidance.scales(None) if spec.guidance else None
         velocity = self.runtime.evaluate(state, given.time(), guidance=scales, **request)
         steps = given.steps.to(torch.float32).reshape(-1, *(1,) * (state.dim() - 1))
@@ -74,6 +74,7 @@ class Bound:
         self.masks: dict[str, torch.Tensor] = {}
         self.flags: dict[str, bool] = {}
         self.packed = False
+        self.guidance: float | None = None
         self.clock: torch.Tensor | None = None
         self.extra_times: dict[str, float] = {}
         self.switches: dict[str, bool] = {}
@@ -124,6 +125,8 @@ def _sort(bound: Bound, parameter: Parameter, value: Any) -> None:
             bound.switches[feeds] = bool(value)
         case "flag":
             bound.flags[feeds] = bool(value)
+        case "scale" if value != 1:
+            bound.guidance = _one_number(parameter.name, value) - 1.0
         case "packed":
             bound.packed = bool(value)
         case "time" if feeds:
@@ -158,6 +161,17 @@ def _size(spec: RegionSpec, given: Bound, dim: str) -> int | None:
         if dim in item.shape and isinstance(tensor, torch.Tensor) and tensor.dim() == len(item.shape):
             return tensor.shape[item.shape.index(dim)]
     return None
+
+
+def _unnamed(spec: RegionSpec, given: Bound) -> dict[str, torch.Tensor]:
+    """Padding for conditioning that upstream's call has no argument for: only a guidance branch of ours reads it."""
+    named = {p.feeds for p in spec.call.parameters}
+    padding = {}
+    for item in spec.conditioning:
+        if item.name not in named and not item.optional:
+            sizes = [(_size(spec, given, s) or 1) if isinstance(s, str) else s for s in item.shape]
+            padding[item.name] = torch.full(sizes, item.pad, dtype=item.torch_dtype)
+    return padding
 
 
 def _reach(spec: RegionSpec, given: Bound) -> dict[str, list[int]]:

@@ -59,6 +59,13 @@ def summary(path: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def _guidance(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "none"
+    defaults = ", ".join(f"{branch['name']} {branch['scale']:g}" for branch in value["branches"][1:])
+    return f"{value['equation']}, default scales: {defaults}"
+
+
 def show(value: Mapping[str, Any]) -> None:
     """Tables on stdout."""
     table = console.show_table
@@ -68,9 +75,7 @@ def show(value: Mapping[str, Any]) -> None:
         "weights": f"{value['weights_mode']}, {value['shapes']} shapes",
         "buckets": " ".join(f"{a}={','.join(map(str, s))}" for a, s in value["buckets"].items()) or "none promised",
         "programs": ", ".join(value["programs"]),
-        "guidance": f"{value['guidance']['equation']}, default {value['guidance']['scale']}"
-        if value["guidance"]
-        else "none",
+        "guidance": _guidance(value["guidance"]),
         "size": megabytes(value["bytes"]),
     }
     table(f"{value['artifact']}: {value['model']} {value['config']}", ("what", "value"), list(facts.items()))

@@ -101,14 +101,15 @@ class Parameter(_Data):
            switch   a Python bool for the boolean input `feeds`, the same for every row
            step     [] or [B], numerator of the time; `steps` its denominator
            flag     a Python bool for the flag input `feeds`
+           scale    a number w: guide by u + w (c - u), so that 1 is the first branch alone
            packed   a Python bool: evaluate every guidance branch and return them packed along the batch
            ignored  accepted and unused
     """
 
     name: str
-    kind: Literal["tensor", "mask", "time", "step", "steps", "flag", "switch", "packed", "ignored"]
+    kind: Literal["tensor", "mask", "time", "step", "steps", "flag", "switch", "scale", "packed", "ignored"]
     feeds: str | None = None
-    default: bool | None = None
+    default: bool | float | None = None
     required: bool = True
 
 

@@ -83,3 +83,43 @@ def sway(schedule: Schedule, coefficient: float | None) -> Schedule:
         return schedule
     t = torch.tensor(schedule.times, dtype=torch.float32)
     return _from_grid(t + coefficient * (torch.cos(torch.pi / 2 * t) - 1 + t), f"sway={coefficient!r}")
+
+
+def karras(steps: int, sigma_min: float, sigma_max: float, rho: float) -> Schedule:
+    """Noise levels of Karras et al. (arXiv 2206.00364, eq. 5): `steps` of them from sigma_max to sigma_min, then 0.
+
+    (max^(1/rho) + i / (n - 1) (min^(1/rho) - max^(1/rho)))^rho, in yl4579/StyleTTS2 5cedc71's order of float32
+    operations, Modules/diffusion/sampler.py, KarrasSchedule.
+    """
+    if steps < 2:
+        raise UsageError(f"steps={steps!r}: a Karras schedule needs at least 2 levels")
+    root = 1.0 / rho
+    place = torch.arange(steps, dtype=torch.float32) / (steps - 1)
+    levels = (sigma_max**root + place * (sigma_min**root - sigma_max**root)) ** rho
+    grid = torch.cat((levels, torch.zeros(1)))
+    return _from_grid(grid, f"steps={steps}, sigma_min={sigma_min!r}, sigma_max={sigma_max!r}, rho={rho!r}")
+
+
+def training_timesteps(steps: int, train_steps: int = 1000) -> Schedule:
+    """Integer steps of the training chain, from the last one down, evenly spread and never 0; then -1, the clean end.
+
+    Halves are rounded to even, as numpy's round does in microsoft/VibeVoice e73d1e1, vibevoice/schedule/dpm_solver.py.
+    """
+    _check_steps(steps)
+    spread = torch.linspace(0, train_steps - 1, steps + 1, dtype=torch.float64).round().flip(0)
+    grid = torch.cat((spread[:-1], torch.tensor([-1.0], dtype=torch.float64)))
+    return _from_grid(grid, f"steps={steps} of {train_steps} trained")
+
+
+def cosine_noise_ratios(train_steps: int = 1000) -> tuple[float, ...]:
+    """sigma / alpha after each step of the cosine training chain (arXiv 2102.09672), in float32.
+
+    beta_i = min(1 - f((i + 1) / T) / f(i / T), 0.999) with f(u) = cos^2(pi / 2 (u + 0.008) / 1.008).
+    """
+
+    def kept(u: float) -> float:
+        return math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    betas = [min(1 - kept((i + 1) / train_steps) / kept(i / train_steps), 0.999) for i in range(train_steps)]
+    alphas = torch.cumprod(1 - torch.tensor(betas, dtype=torch.float32), dim=0)
+    return tuple(((1 - alphas) / alphas).sqrt().tolist())

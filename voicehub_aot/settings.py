@@ -141,7 +141,8 @@ def options(
         promised = bucket.Buckets(axes={a: sizes for a, sizes in within.items() if sizes})
     bucket.check_buckets(promised, spec)
     counts = _step_counts(settings.steps, adapter.DEFAULT_STEPS)
-    programs = tuple(adapter.program(n, **settings.options) for n in counts)
+    own = {n: v for n, v in model.config.items() if n in adapter.PROGRAM_OPTIONS}  # hyperparameters a loop needs too
+    programs = tuple(adapter.program(n, **{**own, **settings.options}) for n in counts)
     longest = max(programs, key=lambda p: len(p.times))
     if len(longest.times) > MAX_EVALUATIONS:
         raise UsageError(f"--steps: {longest.name} has {len(longest.times)} evaluations, at most {MAX_EVALUATIONS}")
