@@ -1,6 +1,7 @@
 """Fun-CosyVoice3's DiT: F5-TTS's blocks behind another input embedding.
 
-Restates FunAudioLLM/CosyVoice 074ca6dc9e80a2f424f1f74b48bdd7d3fea531cc (Apache-2.0), cosyvoice/flow/DiT/{dit,modules}.py.
+Restates FunAudioLLM/CosyVoice 074ca6dc9e80a2f424f1f74b48bdd7d3fea531cc (Apache-2.0), cosyvoice/flow/DiT: dit.py and
+modules.py.
 Parameters keep upstream's names and shapes.
 
 Upstream rotates the flat projections of queries and keys, before heads are told apart, with a table as wide as one
