@@ -5,9 +5,9 @@ ConditionalDecoder, which also knows mean flow, and FunAudioLLM/CosyVoice 074ca6
 (Apache-2.0), cosyvoice/flow/decoder.py, CausalConditionalDecoder, which also knows chunks. Parameters keep upstream's
 names and shapes. All releases have one channel level, so that nothing is resampled.
 
-Inside all is channels-last. Upstream masks before and after each convolution and before the last projection; padding
-meets real frames only as the input of a convolution and as an attention key, so masking those and the output is the
-same. Order enters through the convolutions alone: attention knows no positions.
+Inside all is channels-last. Upstream masks around every convolution. Padding stands behind the real frames and
+convolutions look back only, so it meets them as attention keys alone: masking those and the output is the same. Order
+enters through the convolutions: attention knows no positions.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class ConvBlock(nn.Module):
         self.block = nn.ModuleDict({"0": ByPieces(inputs, outputs, 3), "2": nn.LayerNorm(outputs)})
 
     def forward(self, pieces: Sequence[Tensor]) -> Tensor:
-        """pieces: masked."""
         return mish(self.block["2"](self.block["0"](pieces)))
 
 
@@ -115,11 +114,10 @@ class Resnet(nn.Module):
         self.block2 = ConvBlock(outputs, outputs)
         self.res_conv = ByPieces(inputs, outputs, 1)
 
-    def forward(self, pieces: Sequence[Tensor], keep: Tensor, e: Tensor) -> Tensor:
-        """pieces: [B, T, C] each, C adding up; keep: [B, T, 1], 1 = real frame; e: [1, E] -> [B, T, D], not masked."""
-        masked = [piece * keep for piece in pieces]
-        h = self.block1(masked) + self.mlp["1"](mish(e))[:, None]
-        out: Tensor = self.block2([h * keep]) + self.res_conv(masked)
+    def forward(self, pieces: Sequence[Tensor], e: Tensor) -> Tensor:
+        """pieces: [B, T, C] each, C adding up; e: [1, E] -> [B, T, D]."""
+        h = self.block1(pieces) + self.mlp["1"](mish(e))[:, None]
+        out: Tensor = self.block2([h]) + self.res_conv(pieces)
         return out
 
 
@@ -179,9 +177,9 @@ class Stage(nn.ModuleList):
         blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_blocks))
         super().__init__([resnet, blocks, *([ByPieces(width, width, 3)] if convolution else [])])
 
-    def forward(self, pieces: Sequence[Tensor], keep: Tensor, e: Tensor, bias: Tensor) -> Tensor:
+    def forward(self, pieces: Sequence[Tensor], e: Tensor, bias: Tensor) -> Tensor:
         resnet, blocks = self[0], self[1]
-        h: Tensor = resnet(pieces, keep, e)
+        h: Tensor = resnet(pieces, e)
         for block in blocks:  # type: ignore[attr-defined]
             h = block(h, bias)
         return h
@@ -219,7 +217,6 @@ class ConditionalDecoder(nn.Module):
     ) -> Tensor:
         frames = mu.shape[2]
         valid = torch.arange(frames, device=mu.device) < lengths[:, None]
-        keep = valid[..., None].to(mu.dtype)
         bias = chunk_bias(valid, streaming, self.chunk)
         e = self.time_mlp(time)
         if self.time_embed_mixer is not None and r is not None:
@@ -228,12 +225,12 @@ class ConditionalDecoder(nn.Module):
         if drop is not None:
             known = known.masked_fill(drop[:, None, None], 0.0)
         down, up = self.down_blocks[0], self.up_blocks[0]
-        h = skip = down([x.transpose(1, 2), known], keep, e, bias)
-        h = down[2]([h * keep])  # type: ignore[index]
+        h = skip = down([x.transpose(1, 2), known], e, bias)
+        h = down[2]([h])  # type: ignore[index]
         for stage in self.mid_blocks:
-            h = stage([h], keep, e, bias)
-        h = up([h, skip], keep, e, bias)
-        h = up[2]([h * keep])  # type: ignore[index]
-        h = self.final_block([h * keep])
-        out: Tensor = self.final_proj([h]) * keep
+            h = stage([h], e, bias)
+        h = up([h, skip], e, bias)
+        h = up[2]([h])  # type: ignore[index]
+        h = self.final_block([h])
+        out: Tensor = self.final_proj([h]) * valid[..., None].to(mu.dtype)
         return out.transpose(1, 2)
