@@ -61,8 +61,9 @@ class Adapter(Protocol):
     """NAME: as typed by users. CONFIGS: hyperparameters by released name, "tiny" among them (for tests and demos).
 
     DEFAULT_CONFIG: the config built when none is named. DEFAULT_BUCKETS: lengths by dimension.
-    DEFAULT_STEPS: step counts built when none are given. PROGRAM_OPTIONS: what else `program` takes, with the released
-    defaults. HUB_FILES: file patterns of each config in its hub repository.
+    DEFAULT_STEPS: step counts built when none are given; CONFIG_STEPS, if there is one: by config, where they differ.
+    PROGRAM_OPTIONS: what else `program` takes, with the released defaults; those that are hyperparameters too are taken
+    from the config. HUB_FILES: file patterns of each config in its hub repository.
     """
 
     NAME: str

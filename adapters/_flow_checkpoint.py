@@ -100,7 +100,7 @@ def decoder_config(where: str, values: Mapping[str, Any]) -> DecoderConfig:
         given["channels"] = tuple(given["channels"])
         if len(given["channels"]) != 1:
             raise OptionUnsupported(
-                f"{where}: channels={list(given['channels'])!r} is not supported; known is one level, without resampling"
+                f"{where}: channels={list(given['channels'])!r} is not supported; wanted one level, not resampled"
             )
     config = DecoderConfig(**given)
     if fault := decoder_fault(config):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from voicehub_aot import schedule
-from voicehub_aot.errors import OptionUnsupported, UsageError
+from voicehub_aot.errors import UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import Branch, Guidance
 from voicehub_aot.program import Program, probe
@@ -32,7 +32,7 @@ GRIDS = {"cosine": schedule.cosine, "linear": schedule.linear}
 GUIDANCE = Guidance(
     equation="classifier_free",
     branches=(
-        Branch(name="conditional", flags={}),
+        Branch(name="conditional"),
         Branch(name="unconditional", flags={"drop": True}, scale=RATE),
     ),
 )
@@ -70,7 +70,7 @@ def spec(
         inputs.append(Input(name="drop", flag=True, doc="without mu, spks and cond", **flag))
     if chunks:
         inputs.append(Input(name="streaming", optional=True, doc="attend to no later chunk", **flag))
-        parameters.append(Parameter(name="streaming", kind="flag", feeds="streaming", default=False, required=False))
+        parameters.append(Parameter(name="streaming", kind="switch", feeds="streaming", default=False, required=False))
     frames = Dim(
         name="frames",
         max=LONGEST,
@@ -87,13 +87,10 @@ def spec(
     )
 
 
-def program(name: str, steps: int, grid: str, *, meanflow: bool = False) -> Program:
-    if grid not in GRIDS:
-        raise OptionUnsupported(f"{name}: grid {grid!r} is not known; known are {', '.join(GRIDS)}")
-    if not meanflow:
-        return euler(GRIDS[grid](steps))
-    times = schedule.linear(steps)
-    return euler(times, extra_times={"r": times.times[1:]})
+def mean_flow(steps: int) -> Program:
+    """From the start of each step of the linear grid to its end."""
+    grid = schedule.linear(steps)
+    return euler(grid, extra_times={"r": grid.times[1:]})
 
 
 # --- recorded cases
@@ -125,13 +122,16 @@ def _inputs(case: Case, wanted: Iterable[str], optional: Iterable[str] = ()) -> 
 def case_program(case: Case) -> Program:
     if case.kind == "sampler":
         s = _scalars(case, LOOP_DEFAULTS)
-        grid = "linear" if s["meanflow"] else s["t_scheduler"]  # forced by mean flow
-        return program(case.name, s["n_timesteps"], grid, meanflow=s["meanflow"])
-    times, ends = case.inputs["t"].reshape(-1).tolist(), case.inputs.get("r")
+        if s["meanflow"]:  # whatever t_scheduler says
+            return mean_flow(s["n_timesteps"])
+        if s["t_scheduler"] not in GRIDS:
+            raise UsageError(f"{case.name}: t_scheduler {s['t_scheduler']!r} is none of {', '.join(GRIDS)}")
+        return euler(GRIDS[s["t_scheduler"]](s["n_timesteps"]))
+    times, ends = case.inputs["t"].reshape(-1), case.inputs.get("r")
     if ends is None:
-        return probe(sorted(set(times)))
-    pairs = sorted(set(zip(times, ends.reshape(-1).tolist(), strict=True)))
-    return probe([t for t, _ in pairs], extra_times={"r": tuple(r for _, r in pairs)})
+        return probe(sorted(set(times.tolist())))
+    pairs = sorted(set(zip(times.tolist(), ends.reshape(-1).expand_as(times).tolist(), strict=True)))
+    return probe([t for t, _ in pairs], extra_times={"r": [r for _, r in pairs]})
 
 
 def replay(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def _names(region: RegionSpec) -> set[str]:
     return {item.name for item in region.inputs}
 
 
-def _request(region: RegionSpec, inputs: Mapping[str, Tensor], streaming: bool) -> dict[str, Tensor]:
+def _request(region: RegionSpec, inputs: Mapping[str, Tensor], streaming: bool) -> dict[str, Any]:
     """Conditioning and reach as upstream has them: velocities to the tensor's end, if there are any."""
     mask = inputs["mask"][:, 0]
     rows, frames = mask.shape
@@ -162,8 +162,7 @@ def _replay_call(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, 
     own = {"r"} & _names(region)
     inputs = _inputs(case, ("x", "mask", "mu", "t", "spks", "cond", *own))
     streaming = {"streaming": s["streaming"]} if "streaming" in _names(region) else {}
-    call = {name: value for name, value in inputs.items()}
-    out = sampler.denoiser()(**call, **streaming)
+    out = sampler.denoiser()(**inputs, **streaming)
     if not s["packed_cfg"]:
         return {"velocity": out}
     results = {"packed": out}
@@ -183,9 +182,9 @@ def _replay_loop(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, 
     if "noised_mels" in inputs:
         tail = inputs["noised_mels"]
         noise = torch.cat((noise[..., : noise.shape[2] - tail.shape[2]], tail), dim=2)
-    guidance = {} if region.guidance is None else {"guidance": s["inference_cfg_rate"]}
+    guidance = None if region.guidance is None else s["inference_cfg_rate"]
     request = _request(region, inputs, s["streaming"])
-    *_, final = sampler.trajectory(noise=noise, program=loop.name, **guidance, **request)
+    *_, final = sampler.trajectory(noise=noise, program=loop.name, guidance=guidance, **request)
     if "extent" not in request:  # a network that masks its velocity leaves the padding's noise as it is
         final = torch.where(inputs["mask"] == 0, noise, final)
     return {"schedule": torch.tensor(loop.schedule), "result": final}

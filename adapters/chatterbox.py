@@ -41,8 +41,9 @@ from voicehub_aot.adapters._mel_flow import case_program
 from voicehub_aot.checkpoint import check_shapes
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel
 from voicehub_aot.golden import Case
-from voicehub_aot.program import Program
+from voicehub_aot.program import Program, check_options
 from voicehub_aot.region import Region, RegionSpec
+from voicehub_aot.solver import euler
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIASES",
     "CONFIGS",
+    "CONFIG_STEPS",
     "DEFAULT_BUCKETS",
     "DEFAULT_CONFIG",
     "DEFAULT_STEPS",
@@ -84,6 +86,7 @@ CONFIGS: Mapping[str, DecoderConfig] = {
 DEFAULT_CONFIG = "chatterbox"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (512, 1024, 1536, 2560)}  # prompts of 500, speech of 2000
 DEFAULT_STEPS: tuple[int, ...] = (10,)
+CONFIG_STEPS: Mapping[str, tuple[int, ...]] = dict.fromkeys((n for n, c in CONFIGS.items() if c.meanflow), (2,))
 _FILES = ("s3gen.safetensors", "s3gen.pt")
 _MEANFLOW_FILES = ("s3gen_meanflow.safetensors",)
 HUB_FILES: Mapping[str, tuple[str, ...]] = {
@@ -162,6 +165,19 @@ def region(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Region:
     state = {key.removeprefix(PREFIX): tensor.float().contiguous() for key, tensor in weights.items()}
     module.load_state_dict(state, assign=True)
     return Region(_spec(config), module.eval().requires_grad_(False))
+
+
+PROGRAM_OPTIONS: Mapping[str, Any] = {"grid": "cosine", "meanflow": False}
+
+
+def program(steps: int, **options: Any) -> Program:
+    """grid: cosine or linear. meanflow: of the configuration; it takes the linear grid alone, in 2 steps as released."""
+    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"grid": _mel_flow.GRIDS})
+    if not chosen["meanflow"]:
+        return euler(_mel_flow.GRIDS[chosen["grid"]](steps))
+    if options.get("grid", "linear") != "linear":
+        raise OptionUnsupported(f"{NAME}: grid={options['grid']!r} with mean flow; upstream knows only 'linear' there")
+    return _mel_flow.mean_flow(steps)
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:

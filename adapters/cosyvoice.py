@@ -53,8 +53,9 @@ from voicehub_aot.adapters._mel_flow import case_program
 from voicehub_aot.checkpoint import check_shapes
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.golden import Case
-from voicehub_aot.program import Program
+from voicehub_aot.program import Program, check_options
 from voicehub_aot.region import Region, RegionSpec
+from voicehub_aot.solver import euler
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -236,6 +237,16 @@ def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     state = {key.removeprefix(PREFIX): tensor.float().contiguous() for key, tensor in weights.items()}
     module.load_state_dict(state, assign=True)
     return Region(_spec(config), module.eval().requires_grad_(False))
+
+
+PROGRAM_OPTIONS: Mapping[str, Any] = {"grid": "cosine"}
+
+
+def program(steps: int, **options: Any) -> Program:
+    """grid: cosine or linear."""
+    return euler(
+        _mel_flow.GRIDS[check_options(NAME, PROGRAM_OPTIONS, options, {"grid": _mel_flow.GRIDS})["grid"]](steps)
+    )
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from voicehub_aot.adapters import chatterbox
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.engines.eager import EagerEvaluator
-from voicehub_aot.errors import CheckpointMismatch, InputMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.export import export_region
 from voicehub_aot.program import Program
 from voicehub_aot.region import Region
@@ -120,7 +120,8 @@ def test_the_dropped_branch_is_the_released_packing() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_time_and_conditioning_leave_the_step(name: str) -> None:
-    staged = staged_of(VARIANTS[name])
+    config = chatterbox.config_from({**vars(VARIANTS[name]), "n_blocks": 1, "num_mid_blocks": 1})
+    staged = staged_of(config)
     held = set(staged.step.constants)
     assert not {key for key in held if key.startswith("time_") or ".mlp." in key}
     first = "down_blocks.0.0."
@@ -128,7 +129,7 @@ def test_time_and_conditioning_leave_the_step(name: str) -> None:
     assert f"{first}res_conv.bias" not in held
     assert not {i.name for i in staged.step.inputs} & {"mu", "spks", "cond", "drop", "time", "r"}
     projections = [o for o in staged.table.outputs if o.shape == (1, TINY.channels[0])]
-    assert len(projections) == len(staged.table.outputs) == TINY.num_mid_blocks + 2
+    assert len(projections) == len(staged.table.outputs) == config.num_mid_blocks + 2
 
 
 # --- sampling
@@ -142,11 +143,27 @@ def test_the_default_program_is_the_released_loop() -> None:
     assert chatterbox.program(4, grid="linear").schedule == (0, 0.25, 0.5, 0.75, 1)
 
 
+def test_mean_flow_asks_for_the_velocity_to_the_end_of_the_step() -> None:
+    program = chatterbox.program(2, meanflow=True)
+    assert (program.times, program.extra_times) == ((0.0, 0.5), {"r": (0.5, 1.0)})
+    assert chatterbox.program(2, meanflow=True, grid="linear") == program
+    runtime, module, inputs = runtime_of(MEANFLOW, program), region_of(MEANFLOW).module, request(MEANFLOW)
+    want = inputs["x"]
+    for start, end in ((0.0, 0.5), (0.5, 1.0)):
+        step = {"x": want, "time": torch.tensor([start]), "r": torch.tensor([end])}
+        want = want + 0.5 * module(**inputs | step)
+    got = runtime.sample(noise=inputs["x"], **{key: inputs[key] for key in ("mu", "spks", "cond")})
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert runtime.spec.guidance is None
+
+
 def test_what_no_loop_of_upstream_does_is_refused() -> None:
-    with pytest.raises(OptionUnsupported, match="known are"):
+    with pytest.raises(OptionUnsupported, match="choose one of cosine, linear"):
         chatterbox.program(4, grid="epss")
     with pytest.raises(OptionUnsupported, match="sway"):
         chatterbox.program(4, sway=-1.0)
+    with pytest.raises(OptionUnsupported, match="knows only 'linear'"):
+        chatterbox.program(4, grid="cosine", meanflow=True)
 
 
 def test_guidance_is_one_plus_rate_times_conditional_minus_rate_times_unconditional() -> None:
@@ -172,6 +189,13 @@ def test_the_denoiser_takes_upstreams_call() -> None:
     for row, time in enumerate((0.3, 0.6)):
         want = region_of(TINY).module(**inputs | {"lengths": lengths, "time": torch.tensor([time])})
         torch.testing.assert_close(got[row], want[row], atol=1e-5, rtol=0)
+
+
+def test_the_mean_flow_denoiser_takes_r_by_name() -> None:
+    runtime, inputs = runtime_of(MEANFLOW, chatterbox.program(2, meanflow=True)), request(MEANFLOW)
+    call = (inputs["x"], torch.ones(1, 1, FRAMES), inputs["mu"], inputs["time"], inputs["spks"], inputs["cond"])
+    got = runtime.denoiser()(*call, r=inputs["r"])
+    torch.testing.assert_close(got, region_of(MEANFLOW).module(**inputs), atol=1e-5, rtol=0)
 
 
 # --- checkpoints

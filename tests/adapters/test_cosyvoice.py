@@ -99,7 +99,9 @@ def test_a_row_in_a_larger_tensor_gives_what_it_gives_alone_and_zero_behind_it(n
 def test_ragged_rows_do_not_see_each_other(name: str) -> None:
     """Nor does one row's streaming reach another."""
     module = region_of(VARIANTS[name]).module
-    alone = [request(VARIANTS[name], n, seed=n, streaming=s) for n, s in ((23, True), (9, False), (17, True), (1, False))]
+    alone = [
+        request(VARIANTS[name], n, seed=n, streaming=s) for n, s in ((23, True), (9, False), (17, True), (1, False))
+    ]
     rows = [padded(a, 23) for a in alone]
     together = module(**{k: v if k == "time" else torch.cat([r[k] for r in rows]) for k, v in rows[0].items()})
     for row, inputs in enumerate(alone):
@@ -187,7 +189,8 @@ def test_rotary_turns_the_first_head_of_the_flat_projection() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_time_and_conditioning_leave_the_step(name: str) -> None:
-    staged = staged_of(VARIANTS[name])
+    fewer = {"dit": {"depth": 1}, "cv2": {"n_blocks": 1, "num_mid_blocks": 1}}[name]
+    staged = staged_of(cosyvoice.config_from({**vars(VARIANTS[name]), **fewer}))
     held, given = set(staged.step.constants), {i.name for i in staged.step.inputs}
     of_time = ("time_", "norm_out.") if name == "dit" else ("time_",)
     assert not {key for key in held if key.startswith(of_time) or ".mlp." in key or ".attn_norm." in key}
@@ -210,7 +213,7 @@ def test_the_default_program_is_the_released_loop() -> None:
 
 
 def test_what_no_loop_of_upstream_does_is_refused() -> None:
-    with pytest.raises(OptionUnsupported, match="known are"):
+    with pytest.raises(OptionUnsupported, match="choose one of cosine, linear"):
         cosyvoice.program(4, grid="epss")
     with pytest.raises(OptionUnsupported, match="sway"):
         cosyvoice.program(4, sway=-1.0)
@@ -323,7 +326,7 @@ def test_everything_wrong_with_a_checkpoint_is_in_one_error(tmp_path: Path) -> N
 def test_a_folder_without_a_flow_and_an_unknown_configuration_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatch, match=r"flow\.pt"):
         cosyvoice.read_checkpoint(tmp_path, None)
-    with pytest.raises(UnknownModel, match="CosyVoice2-0.5B"):
+    with pytest.raises(UnknownModel, match=r"CosyVoice2-0\.5B"):
         cosyvoice.read_checkpoint(tmp_path, "no_such")
     torch.save({f"{PREFIX}proj_out.weight": "text"}, tmp_path / "flow.pt")
     with pytest.raises(CheckpointMismatch, match="is a str, wanted a tensor"):
