@@ -13,7 +13,7 @@ enters through the convolutions: attention knows no positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,10 +80,10 @@ class TimeEmbedding(nn.Module):
 class ByPieces(nn.Conv1d):
     """A convolution of cat(pieces) that looks back only, as a sum: a piece that the state is not in leaves the step.
 
-    pieces: each [B, T, C]; the bias goes with the last one, which the state is in only if it is alone.
+    pieces: each [B, T, C]; the bias goes with the last one.
     """
 
-    def forward(self, pieces: Sequence[Tensor]) -> Tensor:
+    def forward(self, *pieces: Tensor) -> Tensor:
         weights = torch.split(self.weight, [piece.shape[2] for piece in pieces], dim=1)
         out = self.look_back(pieces[-1], weights[-1], self.bias)
         for piece, weight in zip(pieces[:-1], weights[:-1], strict=True):
@@ -102,8 +102,8 @@ class ConvBlock(nn.Module):
         super().__init__()
         self.block = nn.ModuleDict({"0": ByPieces(inputs, outputs, 3), "2": nn.LayerNorm(outputs)})
 
-    def forward(self, pieces: Sequence[Tensor]) -> Tensor:
-        return mish(self.block["2"](self.block["0"](pieces)))
+    def forward(self, *pieces: Tensor) -> Tensor:
+        return mish(self.block["2"](self.block["0"](*pieces)))
 
 
 class Resnet(nn.Module):
@@ -116,8 +116,8 @@ class Resnet(nn.Module):
 
     def forward(self, pieces: Sequence[Tensor], e: Tensor) -> Tensor:
         """pieces: [B, T, C] each, C adding up; e: [1, E] -> [B, T, D]."""
-        h = self.block1(pieces) + self.mlp["1"](mish(e))[:, None]
-        out: Tensor = self.block2([h]) + self.res_conv(pieces)
+        h = self.block1(*pieces) + self.mlp["1"](mish(e))[:, None]
+        out: Tensor = self.block2(h) + self.res_conv(*pieces)
         return out
 
 
@@ -134,7 +134,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         def heads(linear: nn.Linear) -> Tensor:
-            return linear(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+            projected: Tensor = linear(x)
+            return projected.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
         mixed = attention(heads(self.to_q), heads(self.to_k), heads(self.to_v), bias)
         out: Tensor = self.to_out[0](mixed.transpose(1, 2).flatten(2))
@@ -148,7 +149,7 @@ class FeedForward(nn.Module):
         self.net = nn.ModuleDict({"0": expand, "2": nn.Linear(width * mult, width)})
 
     def forward(self, x: Tensor) -> Tensor:
-        expand: Callable[[Tensor], Tensor] = self.net["0"].get_submodule("proj")
+        expand = self.net["0"].get_submodule("proj")
         out: Tensor = self.net["2"](F.gelu(expand(x)))
         return out
 
@@ -226,11 +227,11 @@ class ConditionalDecoder(nn.Module):
             known = known.masked_fill(drop[:, None, None], 0.0)
         down, up = self.down_blocks[0], self.up_blocks[0]
         h = skip = down([x.transpose(1, 2), known], e, bias)
-        h = down[2]([h])  # type: ignore[index]
+        h = down[2](h)  # type: ignore[index]
         for stage in self.mid_blocks:
             h = stage([h], e, bias)
         h = up([h, skip], e, bias)
-        h = up[2]([h])  # type: ignore[index]
-        h = self.final_block([h])
-        out: Tensor = self.final_proj([h]) * valid[..., None].to(mu.dtype)
+        h = up[2](h)  # type: ignore[index]
+        h = self.final_block(h)
+        out: Tensor = self.final_proj(h) * valid[..., None].to(mu.dtype)
         return out.transpose(1, 2)

@@ -171,7 +171,7 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {"grid": "cosine", "meanflow": False}
 
 
 def program(steps: int, **options: Any) -> Program:
-    """grid: cosine or linear. meanflow: of the configuration; it takes the linear grid alone, in 2 steps as released."""
+    """grid: cosine or linear. meanflow: of the configuration; it knows the linear grid alone, released with 2 steps."""
     chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"grid": _mel_flow.GRIDS})
     if not chosen["meanflow"]:
         return euler(_mel_flow.GRIDS[chosen["grid"]](steps))
