@@ -66,6 +66,9 @@ class Adapter(Protocol):
     defaults. HUB_FILES: file patterns of each config in its hub repository.
     TRAITS: what the model supports, whether or not it is built here.
     case_config(case), if there: the configuration of a recorded case whose hyperparameters leave sizes to its tensors.
+    DEFAULT_STEPS: step counts built when none are given; CONFIG_STEPS, if there is one: by config, where they differ.
+    PROGRAM_OPTIONS: what else `program` takes, with the released defaults; those that are hyperparameters too are taken
+    from the config. HUB_FILES: file patterns of each config in its hub repository.
     """
 
     NAME: str

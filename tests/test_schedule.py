@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from voicehub_aot.errors import UsageError
 from voicehub_aot.schedule import (
     Schedule,
+    cosine,
     cosine_noise_ratios,
     descending,
     epss,
@@ -72,6 +73,15 @@ def test_sway_minus_one_is_one_minus_cosine():
     assert schedule.times == pytest.approx([1 - math.cos(math.pi * i / 32) for i in range(17)], abs=1e-6)
 
 
+# FunAudioLLM/CosyVoice 074ca6d, cosyvoice/flow/flow_matching.py: what CausalConditionalCFM integrates over in 5 steps.
+COSYVOICE_FIVE_STEPS = (0.0, 0.04894345998764038, 0.19098299741744995, 0.41221481561660767, 0.6909830570220947, 1.0)
+
+
+def test_the_released_cosyvoice_grid_is_reproduced_bit_for_bit():
+    assert cosine(5).times == COSYVOICE_FIVE_STEPS
+    assert cosine(10).times[::2] == pytest.approx(COSYVOICE_FIVE_STEPS, abs=1e-7)
+
+
 @pytest.mark.parametrize("coefficient", [-1.0, -0.5, 0.5])
 def test_sway_keeps_both_ends(coefficient):
     times = sway(linear(8), coefficient).times
@@ -93,6 +103,7 @@ def test_the_released_f5_grid_is_reproduced_bit_for_bit():
 
 
 @pytest.mark.parametrize("grid", [linear, descending, epss])
+@pytest.mark.parametrize("grid", [linear, epss, cosine])
 @pytest.mark.parametrize("steps", [0, -1])
 def test_fewer_than_one_step_is_a_usage_error(grid, steps):
     with pytest.raises(UsageError, match=f"steps={steps}: a schedule needs at least 1 step"):

@@ -77,6 +77,12 @@ def epss(steps: int) -> Schedule:
     return _from_grid(torch.tensor(EPSS_32[steps], dtype=torch.float32) / 32, f"steps={steps}")
 
 
+def cosine(steps: int) -> Schedule:
+    """From 0 to 1, most densely at 0: 1 - cos(pi u / 2) of the uniform grid (CosyVoice's and chatterbox's)."""
+    uniform = torch.tensor(linear(steps).times, dtype=torch.float32)
+    return _from_grid(1 - torch.cos(uniform * 0.5 * torch.pi), f"steps={steps}")
+
+
 def sway(schedule: Schedule, coefficient: float | None) -> Schedule:
     """Sway sampling (F5-TTS, arXiv 2410.06885): t + s (cos(pi t / 2) - 1 + t). None leaves the grid alone."""
     if coefficient is None:

@@ -141,6 +141,8 @@ def options(
         promised = bucket.Buckets(axes={a: sizes for a, sizes in within.items() if sizes})
     bucket.check_buckets(promised, spec)
     counts = _step_counts(settings.steps, adapter.DEFAULT_STEPS)
+    released = getattr(adapter, "CONFIG_STEPS", {}).get(model.config_name, adapter.DEFAULT_STEPS)
+    counts = _step_counts(settings.steps, released)
     own = {n: v for n, v in model.config.items() if n in adapter.PROGRAM_OPTIONS}  # hyperparameters a loop needs too
     programs = tuple(adapter.program(n, **{**own, **settings.options}) for n in counts)
     longest = max(programs, key=lambda p: len(p.times))

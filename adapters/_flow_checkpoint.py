@@ -1,0 +1,124 @@
+"""Checkpoints of S3Gen and CosyVoice: where the estimator lies in them, and the causal decoder's hyperparameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from voicehub_aot.adapters._causal_decoder import DecoderConfig
+from voicehub_aot.checkpoint import read_tensors
+from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UsageError
+
+ESTIMATOR = "decoder.estimator."
+# The other modules of a flow, and those beside it in S3Gen: resemble-ai/chatterbox 5de7a54, models/s3gen: s3gen.py and
+# flow.py, and FunAudioLLM/CosyVoice 074ca6d, cosyvoice/flow/flow.py.
+ELSEWHERE = (
+    *("input_embedding.", "spk_embed_affine_layer.", "encoder.", "encoder_proj.", "pre_lookahead_layer."),
+    *("tokenizer.", "speaker_encoder.", "mel2wav."),
+)
+TRAINING = ("epoch", "step")  # numbers that CosyVoice's trainer writes beside the tensors
+
+
+def find(path: Path, files: Sequence[str]) -> Path:
+    """`path` itself, or in a folder the first of `files` that is there."""
+    if not path.is_dir():
+        return path
+    for name in files:
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointMismatch(f"{path}: no {' or '.join(files)} in it; name the checkpoint file")
+
+
+def read_estimator(file: Path, prefix: str) -> dict[str, Tensor]:
+    """The estimator's tensors under `prefix`, from a whole S3Gen, a flow, or the estimator alone (bare keys).
+
+    What belongs to the other modules is left out; what belongs to none keeps its key, to be named as unexpected.
+    """
+    content = read_tensors(file)
+    inner = {str(key): str(key).removeprefix("flow.") for key in content}
+    whole = any(name.startswith(ESTIMATOR) for name in inner.values())
+    weights = {}
+    for (key, name), value in zip(inner.items(), content.values(), strict=True):
+        if name in TRAINING or name.startswith(ELSEWHERE):
+            continue
+        if not isinstance(value, Tensor):
+            raise CheckpointMismatch(f"{file}: {key!r} is a {type(value).__name__}, wanted a tensor")
+        if whole and not name.startswith(ESTIMATOR):
+            weights[key] = value
+        else:
+            weights[prefix + name.removeprefix(ESTIMATOR)] = value
+    return weights
+
+
+def size(weights: Mapping[str, Tensor], key: str, axis: int, otherwise: int) -> int:
+    """Of one tensor; `otherwise` where it is missing."""
+    tensor = weights.get(key)
+    return tensor.shape[axis] if tensor is not None and tensor.dim() > axis else otherwise
+
+
+def count(weights: Mapping[str, Tensor], prefix: str) -> int:
+    """How many numbered children `prefix` has."""
+    pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
+    return len({match[1] for match in map(pattern.match, weights) if match})
+
+
+# --- the causal decoder
+
+INERT = {"backbone", "dropout", "num_decoding_left_chunks"}  # they change no inference result
+ONLY: Mapping[str, Any] = {"causal": True, "act_fn": "gelu"}  # of releases
+SIZES = ("in_channels", "out_channels", "attention_head_dim", "n_blocks", "num_mid_blocks", "num_heads")
+
+
+def decoder_fault(config: DecoderConfig) -> str | None:
+    """What is wrong with the hyperparameters' values, if anything."""
+    for name in SIZES:
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            return f"{name}={value!r} is no positive integer"
+    if config.in_channels != 4 * config.out_channels:
+        return f"in_channels={config.in_channels!r} is not 4 x out_channels={config.out_channels!r}"
+    if not isinstance(config.channels[0], int) or config.channels[0] < 1:
+        return f"channels={list(config.channels)!r} holds no positive integer"
+    return None
+
+
+def decoder_config(where: str, values: Mapping[str, Any]) -> DecoderConfig:
+    """Hyperparameters under upstream's names; what is not given is as released."""
+    given = {name: value for name, value in values.items() if name not in INERT}
+    for name, wanted in ONLY.items():
+        if given.pop(name, wanted) != wanted:
+            raise OptionUnsupported(f"{where}: {name}={values[name]!r} is not supported; known is {wanted!r}")
+    known = sorted(f.name for f in fields(DecoderConfig))
+    if unknown := sorted(set(given) - set(known)):
+        raise UsageError(f"{where}: no hyperparameter {', '.join(unknown)}; known are {known!r}")
+    if "channels" in given:
+        given["channels"] = tuple(given["channels"])
+        if len(given["channels"]) != 1:
+            raise OptionUnsupported(
+                f"{where}: channels={list(given['channels'])!r} is not supported; wanted one level, not resampled"
+            )
+    config = DecoderConfig(**given)
+    if fault := decoder_fault(config):
+        raise UsageError(f"{where}: {fault}; give upstream's hyperparameters")
+    return config
+
+
+def decoder_sizes(weights: Mapping[str, Tensor], base: DecoderConfig) -> DecoderConfig:
+    """weights: bare keys. The sizes that they have; `base` for those they do not tell: width and number of heads."""
+    inner = size(weights, "down_blocks.0.1.0.attn1.to_q.weight", 0, base.num_heads * base.attention_head_dim)
+    return DecoderConfig(
+        in_channels=size(weights, "down_blocks.0.0.res_conv.weight", 1, base.in_channels),
+        out_channels=size(weights, "final_proj.weight", 0, base.out_channels),
+        channels=(size(weights, "down_blocks.0.0.res_conv.weight", 0, base.channels[0]),),
+        attention_head_dim=base.attention_head_dim,
+        n_blocks=count(weights, "down_blocks.0.1") or base.n_blocks,
+        num_mid_blocks=count(weights, "mid_blocks") or base.num_mid_blocks,
+        num_heads=inner // base.attention_head_dim,
+        meanflow="time_embed_mixer.weight" in weights,
+        static_chunk_size=base.static_chunk_size,
+    )
