@@ -94,16 +94,16 @@ class EchoDiT(RectifiedFlowTransformer):
         drop_speaker: Tensor,
         latent_state: Tensor | None = None,
         latent_mask: Tensor | None = None,
-        start: Tensor | None = None,
+        start_pos: Tensor | None = None,
     ) -> Tensor:
         position = torch.arange(hidden.shape[1], device=hidden.device)
         seen = (position < lengths[:, None]) & ~hidden
         sources = {}
-        if latent_state is not None and latent_mask is not None and start is not None:
+        if latent_state is not None and latent_mask is not None and start_pos is not None:
             frames = self.latent_positions(latent_state)
-            visible = latent_mask & (frames < start[:, None])
+            visible = latent_mask & (frames < start_pos[:, None])
             sources["latent"] = Context(latent_state, visible, rope=self.rope(frames))
-            position = position + start[:, None]
+            position = position + start_pos[:, None]
         sources["text"] = Context(text_state, text_mask & ~drop_text[:, None])
         visible = speaker_mask & ~drop_speaker[:, None]
         sources["speaker"] = Context(speaker_state, visible, scale=speaker_scale)

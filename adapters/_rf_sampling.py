@@ -22,18 +22,6 @@ FIRST_TIME = 0.999  # so that the temporal score rescale is defined at the first
 TIME_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def chosen(name: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """`known` defaults with the given options; OptionUnsupported for others."""
-    if unknown := sorted(set(options) - set(known)):
-        raise OptionUnsupported(f"{name}: program options {unknown!r} are not known; known are {sorted(known)!r}")
-    return {**known, **options}
-
-
-def one_of(name: str, what: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        raise OptionUnsupported(f"{name}: {what}={value!r} is not known; known are {', '.join(known)}")
-
-
 def rounded(times: Sequence[float], dtype: str) -> tuple[float, ...]:
     """Evaluation times as a model of this dtype is given them; the steps between them stay as they are.
 

@@ -16,7 +16,7 @@ states after text_norm and speaker_norm. Time: 1 = noise, 0 = data. B rows, T fr
     lengths        [B]           request    frames of each row
     latent_state   [B, P, 1280]  request    blockwise: the latent encoder's patches of what is finished; latent_mask
                                             [B, P], True = real
-    start          [B]           request    blockwise: frames that are finished, 0 if left out
+    start_pos      [B]           request    blockwise: frames that are finished, 0 if left out
     drop_text, drop_speaker [B]  flags      none of the text, none of the speaker is seen
     velocity       [B, T, 80]    output
 
@@ -49,7 +49,7 @@ from voicehub_aot.checkpoint import check_shapes
 from voicehub_aot.errors import UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import Branch, Guidance
-from voicehub_aot.program import Program, probe
+from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
 from voicehub_aot.solver import euler
@@ -94,7 +94,7 @@ def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
 _GUIDANCE = Guidance(
     equation="classifier_free",
     branches=(
-        Branch(name="conditional", flags={}),
+        Branch(name="conditional"),
         Branch(name="text", flags={"drop_text": True}, scale=3.0),
         Branch(name="speaker", flags={"drop_speaker": True}, scale=8.0),
     ),
@@ -125,7 +125,7 @@ def _spec(config: Config) -> RegionSpec:
     blockwise = (
         Input(name="latent_state", shape=("B", "prefix", c.speaker_model_size), doc="patches of the prefix", **prefix),
         Input(name="latent_mask", shape=("B", "prefix"), dtype="bool", doc="True = real patch", **prefix),
-        Input(name="start", doc="frames of the prefix that are finished", optional=True, low=0, **count),
+        Input(name="start_pos", doc="frames of the prefix that are finished", optional=True, low=0, **count),
     )
     return RegionSpec(
         name="denoiser",
@@ -171,8 +171,7 @@ def program(steps: int, **options: Any) -> Program:
     rescale_k with rescale_sigma: the temporal score rescale. time_dtype: as which upstream's model is given its times,
     float32 or bfloat16 (how it is released to run).
     """
-    o = sampling.chosen(NAME, PROGRAM_OPTIONS, options)
-    sampling.one_of(NAME, "time_dtype", o["time_dtype"], list(sampling.TIME_DTYPES))
+    o = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": sampling.TIME_DTYPES})
     if steps < 1:
         raise UsageError(f"{NAME}: steps={steps!r}: a schedule needs at least 1 step")
     grid = torch.linspace(1.0, 0.0, steps + 1) * sampling.FIRST_TIME
@@ -241,7 +240,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     if "latent_state" in inputs:
         state = states["latent"] = inputs["latent_state"]
         request["latent_state"], request["latent_mask"] = state, torch.ones(state.shape[:2], dtype=torch.bool)
-        request["start"] = inputs["start_pos"].reshape(-1).expand(len(x)).contiguous()
+        request["start_pos"] = inputs["start_pos"].reshape(-1).expand(len(x)).contiguous()
     results = {"v": sampler.evaluate(x, time, **request)}
     for name, state in states.items():
         rope = module.rope(module.latent_positions(state)) if name == "latent" else None
@@ -278,7 +277,7 @@ def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
         if s["block_sizes"] is not None:
             state = _latent_encoder(config, weights)(finished)
             common |= {"latent_state": state, "latent_mask": torch.ones(state.shape[:2], dtype=torch.bool)}
-            common["start"] = torch.full((rows,), start)
+            common["start_pos"] = torch.full((rows,), start)
         scaled = None
         if s["speaker_kv_scale"] is not None:
             factor *= s["speaker_kv_scale"]  # again at each block: it stays when no step undoes it

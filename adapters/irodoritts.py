@@ -50,7 +50,7 @@ from voicehub_aot.checkpoint import check_shapes
 from voicehub_aot.errors import OptionUnsupported, UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import Branch, Guidance
-from voicehub_aot.program import Program, probe
+from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
 from voicehub_aot.solver import euler
@@ -100,7 +100,7 @@ JOINT_SCALE = 3.0  # upstream wants one scale for all conditions then, and has n
 def _guidance(config: Config) -> Guidance:
     single = [Branch(name=name, flags={f"drop_{name}": True}, scale=SCALES[name]) for name in config.conditions]
     everything = Branch(name=JOINT, flags={f"drop_{name}": True for name in config.conditions}, scale=JOINT_SCALE)
-    return Guidance(equation="classifier_free", branches=(Branch(name="conditional", flags={}), *single, everything))
+    return Guidance(equation="classifier_free", branches=(Branch(name="conditional"), *single, everything))
 
 
 def _call(config: Config) -> Call:
@@ -155,7 +155,7 @@ def _spec(config: Config) -> RegionSpec:
 # --- the sampling loop
 
 MODES = ("independent", "joint", "alternating")
-GRIDS = ("linear", "sway")
+CHOICES = {"cfg_guidance_mode": MODES, "t_schedule_mode": ("linear", "sway"), "time_dtype": sampling.TIME_DTYPES}
 PROGRAM_OPTIONS: Mapping[str, Any] = {
     "cfg_guidance_mode": "independent",
     "conditions": "text,speaker",
@@ -177,13 +177,10 @@ def program(steps: int, **options: Any) -> Program:
     that are guided (text, speaker, caption). sway_coeff: for t_schedule_mode "sway". rescale_k with rescale_sigma:
     the temporal score rescale. time_dtype: as which upstream's model is given its times, float32 or bfloat16.
     """
-    o = sampling.chosen(NAME, PROGRAM_OPTIONS, options)
-    sampling.one_of(NAME, "cfg_guidance_mode", o["cfg_guidance_mode"], MODES)
-    sampling.one_of(NAME, "t_schedule_mode", o["t_schedule_mode"], GRIDS)
-    sampling.one_of(NAME, "time_dtype", o["time_dtype"], list(sampling.TIME_DTYPES))
+    o = check_options(NAME, PROGRAM_OPTIONS, options, CHOICES)
     conditions = tuple(name.strip() for name in o["conditions"].split(",") if name.strip())
-    for name in conditions:
-        sampling.one_of(NAME, "conditions", name, list(SCALES))
+    if unknown := sorted(set(conditions) - set(SCALES)):
+        raise OptionUnsupported(f"{NAME}: conditions={o['conditions']!r}, but {unknown!r} are none of {list(SCALES)!r}")
     schedule = _schedule(steps, o["sway_coeff"] if o["t_schedule_mode"] == "sway" else None)
 
     def against(step: int) -> tuple[str, ...]:
@@ -301,7 +298,10 @@ def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     )
     outside = {"text_input_ids", "caption_input_ids", "ref_latent", "ref_mask"}
     sampling.check_inputs(case, _wanted(case, "noise"), outside)
-    sampling.one_of(NAME, "speaker_uncond_mode", s["speaker_uncond_mode"], ("mask",))
+    if s["speaker_uncond_mode"] != "mask":
+        raise UsageError(
+            f"{case.name}: speaker_uncond_mode={s['speaker_uncond_mode']!r} is not understood, wanted 'mask'"
+        )
     guided = _guided(case, s)
     if s["cfg_guidance_mode"] == "joint" and len(set(guided.values())) > 1:
         raise UsageError(f"{case.name}: joint guidance wants one scale, got {guided!r}")

@@ -63,7 +63,7 @@ def request(frames: int = FRAMES, rows: int = 1, seed: int = 0) -> dict[str, Ten
         "drop_speaker": torch.zeros(rows, dtype=torch.bool),
         "latent_state": draw(PREFIX, TINY.speaker_model_size),
         "latent_mask": torch.ones(rows, PREFIX, dtype=torch.bool),
-        "start": torch.full((rows,), 8),
+        "start_pos": torch.full((rows,), 8),
     }
 
 
@@ -108,7 +108,7 @@ def test_ragged_rows_do_not_see_each_other() -> None:
     alone = [request(frames, seed=frames) for frames in counts]
     wide = [padded({k: v for k, v in a.items() if k in ("x", "hidden")}, FRAMES - n) for a, n in zip(alone, counts)]  # noqa: B905
     both = {k: torch.cat([{**a, **w}[k] for a, w in zip(alone, wide)]) for k in alone[0]}  # noqa: B905
-    both["time"], both["start"] = alone[0]["time"], torch.tensor([8, 8, 8])
+    both["time"], both["start_pos"] = alone[0]["time"], torch.tensor([8, 8, 8])
     together = module(**both)
     for row, inputs in enumerate(alone):
         got = together[row : row + 1, : counts[row]]
@@ -152,7 +152,7 @@ def test_only_patches_before_the_start_are_seen() -> None:
     other = inputs["latent_state"].clone()
     other[:, 2:] += 3.0
     torch.testing.assert_close(module(**inputs | {"latent_state": other}), module(**inputs), atol=0, rtol=0)
-    later = inputs | {"start": torch.tensor([9])}
+    later = inputs | {"start_pos": torch.tensor([9])}
     assert (module(**later | {"latent_state": other}) - module(**later)).abs().max() > 1e-3
 
 
@@ -161,10 +161,10 @@ def test_without_a_prefix_the_blockwise_region_is_the_plain_one() -> None:
     assert {i.name for i in blockwise.spec.inputs} - {i.name for i in plain.spec.inputs} == {
         "latent_state",
         "latent_mask",
-        "start",
+        "start_pos",
     }
     without = {k: v for k, v in inputs.items() if k in {i.name for i in plain.spec.inputs}}
-    none = inputs | {"start": torch.tensor([0])}
+    none = inputs | {"start_pos": torch.tensor([0])}
     torch.testing.assert_close(blockwise.module(**none), plain.module(**without), atol=2e-6, rtol=0)
 
 
@@ -172,7 +172,7 @@ def test_optional_inputs_left_out_change_nothing() -> None:
     runtime = runtime_of(region_of(), echo.program(3))
     given = {k: v for k, v in request().items() if "drop" not in k and k not in ("x", "time")}
     plain = {k: v for k, v in given.items() if k.endswith(("_state", "_mask")) and "latent" not in k}
-    none = given | {"start": torch.tensor([0])}
+    none = given | {"start_pos": torch.tensor([0])}
     x = request()["x"]
     torch.testing.assert_close(runtime.evaluate(x, 0.3, **plain), runtime.evaluate(x, 0.3, **none), atol=2e-6, rtol=0)
 
