@@ -147,8 +147,28 @@ class EncoderBlock(nn.Module):
         return x
 
 
+class PatchEncoder(nn.Module):
+    """Latents [B, T, C], T a multiple of the patch size -> [B, T / patch, D']."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, heads, inner = config.speaker_model_size, config.speaker_num_heads, config.speaker_intermediate_size
+        self.patch = config.speaker_patch_size
+        self.in_proj = nn.Linear(config.latent_size * self.patch, width)
+        blocks = [EncoderBlock(width, heads, inner, config.norm_eps) for _ in range(config.speaker_num_layers)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        rows, frames, channels = latents.shape
+        patches = latents.reshape(rows, frames // self.patch, channels * self.patch)
+        h: Tensor = self.in_proj(patches) / 6.0  # upstream's, for the activations' size
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
 class LatentEncoder(nn.Module):
-    """Latents [B, T, C], T a multiple of the patch size, not yet generated ones 0 -> latent_state [B, T / patch, D'].
+    """Latents [B, T, C], not yet generated ones 0 -> latent_state [B, T / patch, D'].
 
     Causal, so a patch does not see what is not yet generated.
     """
@@ -157,24 +177,9 @@ class LatentEncoder(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        width, eps = config.speaker_model_size, config.norm_eps
-        self.patch = config.speaker_patch_size
-        self.latent_encoder = nn.ModuleDict(
-            {
-                "in_proj": nn.Linear(config.latent_size * self.patch, width),
-                "blocks": nn.ModuleList(
-                    EncoderBlock(width, config.speaker_num_heads, config.speaker_intermediate_size, eps)
-                    for _ in range(config.speaker_num_layers)
-                ),
-            }
-        )
-        self.latent_norm = RMSNorm((width,), eps)
+        self.latent_encoder = PatchEncoder(config)
+        self.latent_norm = RMSNorm((config.speaker_model_size,), config.norm_eps)
 
     def forward(self, latents: Tensor) -> Tensor:
-        rows, frames, channels = latents.shape
-        patches = latents.reshape(rows, frames // self.patch, channels * self.patch)
-        h = self.latent_encoder["in_proj"](patches) / 6.0  # upstream's, for the activations' size
-        for block in self.latent_encoder["blocks"]:  # type: ignore[union-attr]
-            h = block(h)
-        out: Tensor = self.latent_norm(h)
-        return out
+        state: Tensor = self.latent_norm(self.latent_encoder(latents))
+        return state

@@ -135,7 +135,8 @@ class JointAttention(nn.Module):
 
     def _normed(self, x: Tensor, name: str, norm: RMSNorm, rope: Rope | None) -> Tensor:
         """x: [B, T, D] -> [B, T, H, E]: projected, normed per head, rotated. Exported, channels are in halves order."""
-        weight, gain, rotate = self._weight(name), norm.weight, rotate_pairs
+        weight, rotate = self._weight(name), rotate_pairs
+        gain: Tensor = norm.weight
         if torch.compiler.is_exporting():
             weight, rotate = in_halves_order(weight, self.width), rotate_halves
             gain = in_halves_order(gain.flatten(), self.width).view_as(gain)
@@ -222,11 +223,14 @@ class RectifiedFlowTransformer(nn.Module):
     def rope(self, positions: Tensor) -> Rope:
         return rope_of(positions, self.sizes.width // self.sizes.heads)
 
+    def layers(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
     def modulations(self, time: Tensor) -> Tensor:
-        """time: [1] -> [layers, 2, 3, 1, D]: one tensor, so that a step reads one table row."""
+        """time: [1] -> [2 layers, 3, 1, D], of attention and MLP in turn: one tensor, so that a step reads one row."""
         cond = self.cond_module(time_waves(time, self.sizes.waves))
-        adalns = [adaln for block in self.blocks for adaln in (block.attention_adaln, block.mlp_adaln)]
-        return torch.stack([adaln(cond) for adaln in adalns]).unflatten(0, (self.sizes.layers, 2))
+        adalns = [adaln for block in self.layers() for adaln in (block.attention_adaln, block.mlp_adaln)]
+        return torch.stack([adaln(cond) for adaln in adalns])
 
     def velocity(
         self, x: Tensor, time: Tensor, positions: Tensor, seen: Tensor, sources: Mapping[str, Context]
@@ -235,13 +239,13 @@ class RectifiedFlowTransformer(nn.Module):
         of_time, rope = self.modulations(time), self.rope(positions)
         bias = key_bias(torch.cat([seen, *(source.visible for source in sources.values())], dim=1))
         h = self.in_proj(x)
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self.layers()):
             context = block.attention.context(sources, layer)
-            h = block(h, of_time[layer], rope, context, bias)
+            h = block(h, of_time[2 * layer : 2 * layer + 2], rope, context, bias)
         out: Tensor = self.out_proj(self.out_norm(h))
         return out
 
     def keys_values(self, name: str, state: Tensor, rope: Rope | None = None) -> KeysValues:
         """Every layer's keys and values of one context, each [layers, B, L, H, E], for recorded cases."""
-        pairs = [block.attention.keys_values(name, state, rope) for block in self.blocks]
+        pairs = [block.attention.keys_values(name, state, rope) for block in self.layers()]
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])

@@ -115,7 +115,8 @@ _CALL = Call(
 
 
 def _spec(config: Config) -> RegionSpec:
-    c, request = config, {"binding": "REQUEST"}
+    c = config
+    request: Any = {"binding": "REQUEST"}
     latents: tuple[str | int, ...] = ("B", "frames", c.latent_size)
     mask: Any = {"dtype": "bool", **request}
     flag: Any = {"shape": ("B",), "flag": True, **mask}
@@ -222,7 +223,7 @@ def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     return sampling.only_recorded(case, results)
 
 
-def _request(case: Case) -> dict[str, Tensor]:
+def _request(case: Case) -> dict[str, Any]:
     patch = config_from(case.config).speaker_patch_size
     request = {name: case.inputs[name] for name in sorted(CONDITIONS)}
     return request | {"speaker_mask": case.inputs["speaker_mask"][:, ::patch].contiguous()}
@@ -273,7 +274,7 @@ def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     if "continuation_latent" in inputs:
         start = inputs["continuation_latent"].shape[1]
         finished = torch.cat((inputs["continuation_latent"], finished), dim=1)
-    for block, of_block in zip(blocks, noise.split(blocks, dim=1), strict=True):
+    for block, of_block in zip(blocks, torch.split(noise, blocks, dim=1), strict=True):
         if s["block_sizes"] is not None:
             state = _latent_encoder(config, weights)(finished)
             common |= {"latent_state": state, "latent_mask": torch.ones(state.shape[:2], dtype=torch.bool)}

@@ -119,7 +119,8 @@ def _call(config: Config) -> Call:
 
 
 def _spec(config: Config) -> RegionSpec:
-    c, sizes, request = config, config.sizes, {"binding": "REQUEST"}
+    c, sizes = config, config.sizes
+    request: Any = {"binding": "REQUEST"}
     mask: Any = {"dtype": "bool", **request}
     flag: Any = {"shape": ("B",), "flag": True, **mask}
     scale: Any = {"shape": ("B", sizes.layers), "pad": 1.0, "optional": True, **request}
@@ -256,7 +257,7 @@ def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     return sampling.only_recorded(case, results)
 
 
-def _conditioning(case: Case) -> dict[str, Tensor]:
+def _conditioning(case: Case) -> dict[str, Any]:
     names = config_from(case.config).conditions
     return {f"{name}_{part}": case.inputs[f"{name}_{part}"] for name in names for part in ("state", "mask")}
 
@@ -279,7 +280,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     for name in config.conditions:
         results[f"kv_k_{name}"], results[f"kv_v_{name}"] = module.keys_values(name, inputs[f"{name}_state"])
     if guided := _guided(case, s):
-        packed = sampler.evaluate(x, time, packed=True, **request).split(len(x))
+        packed = torch.split(sampler.evaluate(x, time, packed=True, **request), len(x))
         branches = ("conditional", *config.conditions)
         kept = [block for name, block in zip(branches, packed, strict=False) if name in ("conditional", *guided)]
         results["v_packed"] = torch.cat(kept)
