@@ -33,8 +33,10 @@ class Sampler(Protocol):
         state: torch.Tensor,
         time: float | torch.Tensor,
         *,
+        extra_times: Mapping[str, float] | None = None,
         packed: bool = False,
         flags: Mapping[str, bool] | None = None,
+        guidance: float | Mapping[str, float] | None = None,
         **request: Any,
     ) -> torch.Tensor: ...
 
@@ -44,8 +46,11 @@ class Sampler(Protocol):
         self,
         *,
         noise: torch.Tensor,
+        step_noise: torch.Tensor | None = None,
         program: str | None = None,
-        guidance: float | None = None,
+        guidance: float | Mapping[str, float] | None = None,
+        start: int = 0,
+        stop: int | None = None,
         **request: Any,
     ) -> Iterator[torch.Tensor]: ...
 
@@ -56,7 +61,8 @@ class Adapter(Protocol):
     """NAME: as typed by users. CONFIGS: hyperparameters by released name, "tiny" among them (for tests and demos).
 
     DEFAULT_CONFIG: the config built when none is named. DEFAULT_BUCKETS: lengths by dimension.
-    DEFAULT_STEPS: step counts built when none are given. HUB_FILES: file patterns of each config in its hub repository.
+    DEFAULT_STEPS: step counts built when none are given. PROGRAM_OPTIONS: what else `program` takes, with the released
+    defaults. HUB_FILES: file patterns of each config in its hub repository.
     """
 
     NAME: str
@@ -65,6 +71,7 @@ class Adapter(Protocol):
     DEFAULT_CONFIG: str
     DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]]
     DEFAULT_STEPS: tuple[int, ...]
+    PROGRAM_OPTIONS: Mapping[str, Any]
     HUB_FILES: Mapping[str, tuple[str, ...]]
 
     def config_from(self, values: Mapping[str, Any]) -> Any:
@@ -85,10 +92,8 @@ class Adapter(Protocol):
     def region(self, config: Any, weights: Mapping[str, torch.Tensor]) -> Region:
         """The denoiser with these weights (released keys) loaded; CheckpointMismatch lists all that is wrong."""
 
-    def program(
-        self, steps: int, *, solver: str | None = None, grid: str | None = None, sway: float | None = None
-    ) -> Program:
-        """The model's sampling loop. None = the released default; OptionUnsupported for what it does not know."""
+    def program(self, steps: int, **options: Any) -> Program:
+        """The model's sampling loop. OptionUnsupported for an option or a value that it does not know."""
 
     def case_program(self, case: Case) -> Program:
         """The program a recorded sampler case ran; for a case of single evaluations, `probe` of their times."""

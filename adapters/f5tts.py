@@ -43,11 +43,12 @@ from voicehub_aot.adapters._f5_checkpoint import (
 from voicehub_aot.adapters._f5_dit import Config
 from voicehub_aot.adapters._f5_unett import UNetTConfig
 from voicehub_aot.checkpoint import check_shapes
-from voicehub_aot.errors import OptionUnsupported, UsageError
+from voicehub_aot.errors import UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
-from voicehub_aot.program import Program, euler, midpoint, probe
+from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
+from voicehub_aot.solver import SOLVERS
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -60,6 +61,7 @@ __all__ = [
     "DEFAULT_STEPS",
     "HUB_FILES",
     "NAME",
+    "PROGRAM_OPTIONS",
     "case_program",
     "checkpoint_shapes",
     "config_from",
@@ -100,10 +102,9 @@ _CALL = Call(
 _GUIDANCE = Guidance(
     equation="classifier_free",
     branches=(
-        Branch(name="conditional", flags={}),
-        Branch(name="unconditional", flags={"drop_audio": True, "drop_text": True}),
+        Branch(name="conditional"),
+        Branch(name="unconditional", flags={"drop_audio": True, "drop_text": True}, scale=2.0),
     ),
-    scale=2.0,
 )
 
 
@@ -147,9 +148,8 @@ def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
 
 # --- sampling loop
 
-SOLVERS = {"euler": euler, "midpoint": midpoint}
 GRIDS = {"epss": schedule.epss, "linear": schedule.linear}
-SWAY = -1.0  # of the released inference
+PROGRAM_OPTIONS: Mapping[str, Any] = {"solver": "euler", "grid": "epss", "sway": -1.0}  # of the released inference
 SAMPLE_DEFAULTS: Mapping[str, Any] = {  # CFM.sample's own
     "steps": 32,
     "cfg_strength": 1.0,
@@ -168,15 +168,10 @@ CALL_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _program(steps: int, solver: str, grid: str, sway: float | None) -> Program:
-    for what, name, known in (("solver", solver, SOLVERS), ("grid", grid, GRIDS)):
-        if name not in known:
-            raise OptionUnsupported(f"{NAME}: {what} {name!r} is not known; known are {', '.join(known)}")
-    return SOLVERS[solver](schedule.sway(GRIDS[grid](steps), sway))
-
-
-def program(steps: int, *, solver: str | None = None, grid: str | None = None, sway: float | None = None) -> Program:
-    return _program(steps, solver or "euler", grid or "epss", SWAY if sway is None else sway)
+def program(steps: int, **options: Any) -> Program:
+    """solver: euler or midpoint; grid: epss or linear; sway: coefficient, None = none."""
+    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"solver": SOLVERS, "grid": GRIDS})
+    return SOLVERS[chosen["solver"]](schedule.sway(GRIDS[chosen["grid"]](steps), chosen["sway"]))
 
 
 # --- recorded cases
@@ -204,7 +199,8 @@ def case_program(case: Case) -> Program:
     if case.kind != "sampler":
         return probe(sorted(set(case.inputs["time"].reshape(-1).tolist())))
     s = _scalars(case, SAMPLE_DEFAULTS)
-    return _program(s["steps"], s["method"], "epss" if s["use_epss"] else "linear", s["sway_sampling_coef"])
+    grid = "epss" if s["use_epss"] else "linear"
+    return program(s["steps"], solver=s["method"], grid=grid, sway=s["sway_sampling_coef"])
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
@@ -225,7 +221,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     out = sampler.denoiser()(x, cond, text, inputs["time"], mask=mask, cfg_infer=s["cfg_infer"], **dropped)
     results["packed" if s["cfg_infer"] else "velocity"] = out
     if s["cfg_infer"] and s["cfg_strength"] is not None:
-        results["guided"] = EQUATIONS[_GUIDANCE.equation](out, s["cfg_strength"])
+        results["guided"] = EQUATIONS[_GUIDANCE.equation](out, [s["cfg_strength"]])
     return _chosen(case, results)
 
 
@@ -248,7 +244,7 @@ def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     if "edit_mask" in inputs:
         known = known & to_frames(inputs["edit_mask"])
     cond = torch.zeros_like(noise) if s["no_ref_audio"] else to_frames(cond)
-    request = {
+    request: dict[str, Any] = {
         "cond": cond.masked_fill(~known[..., None], 0.0),
         "text": text,
         "lengths": duration,

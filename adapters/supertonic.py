@@ -30,11 +30,12 @@ from torch import Tensor
 from voicehub_aot.adapters._supertonic_net import Config, VectorEstimator
 from voicehub_aot.adapters._supertonic_onnx import STYLE_KEY, read_graph, sizes
 from voicehub_aot.checkpoint import check_shapes, read_tensors
-from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
-from voicehub_aot.program import Program, euler, probe
+from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
+from voicehub_aot.solver import euler
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -76,6 +77,7 @@ CONFIGS: Mapping[str, Config] = {
 DEFAULT_CONFIG = "supertonic-3"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (64, 128, 250)}
 DEFAULT_STEPS: tuple[int, ...] = (8, 5)
+PROGRAM_OPTIONS: Mapping[str, Any] = {}
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, (f"onnx/{GRAPH}", "onnx/tts.json"))
 
 
@@ -154,8 +156,8 @@ def _guidance(config: Config) -> Guidance | None:
     """4 c - 3 u = c + 3 (c - u): the scale is upstream's factor of the unconditional branch."""
     if not config.guidance_in_graph:
         return None
-    branches = (Branch(name="conditional", flags={}), Branch(name="unconditional", flags={"drop": True}))
-    return Guidance(equation="classifier_free", branches=branches, scale=config.guidance_uncond)
+    unconditional = Branch(name="unconditional", flags={"drop": True}, scale=config.guidance_uncond)
+    return Guidance(equation="classifier_free", branches=(Branch(name="conditional"), unconditional))
 
 
 def _spec(config: Config) -> RegionSpec:
@@ -206,13 +208,9 @@ def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     return Region(_spec(config), module.requires_grad_(False).eval())
 
 
-def program(steps: int, *, solver: str | None = None, grid: str | None = None, sway: float | None = None) -> Program:
-    """x <- x + v / N at the times i / N, the only loop that the released graph can run."""
-    if solver not in (None, "euler") or grid not in (None, "linear") or sway is not None:
-        raise OptionUnsupported(
-            f"supertonic: solver={solver!r}, grid={grid!r}, sway={sway!r}; the released contract knows only "
-            "solver='euler' on grid='linear' without sway"
-        )
+def program(steps: int, **options: Any) -> Program:
+    """x <- x + v / N at the times i / N, the only loop that the released graph can run: it has no options."""
+    check_options(NAME, PROGRAM_OPTIONS, options)
     if steps < 1:
         raise UsageError(f"steps={steps!r}: a schedule needs at least 1 step")
     return euler(Schedule(times=tuple(i / steps for i in range(steps + 1))))
@@ -265,7 +263,7 @@ def _replay_region(case: Case, sampler: Sampler) -> dict[str, Tensor]:
         asked = {name: value[rows] for name, value in request.items()}
         exact = sampler.evaluate(state, time, packed=True, **{**asked, "extent": asked["lengths"]})
         if spec.guidance is not None:
-            exact = EQUATIONS[spec.guidance.equation](exact, spec.guidance.scale)
+            exact = EQUATIONS[spec.guidance.equation](exact, [spec.guidance.branches[1].scale])
         branches = sampler.evaluate(state, time, packed=True, **asked)
         names = ("velocity_cond", "velocity_uncond")[: len(branches) // len(rows)]
         found = dict(zip(names, torch.chunk(branches, len(names)), strict=True))

@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def guidance(self) -> float:
-        return self.spec.guidance.scale if self.spec.guidance else 0.0
+        return self.spec.guidance.others[0].scale if self.spec.guidance else 0.0
 
     @property
     def rows(self) -> int:

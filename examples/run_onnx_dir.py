@@ -7,7 +7,20 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-EQUATIONS = {"classifier_free": lambda branches, scale: branches[0] + scale * (branches[0] - branches[1])}
+
+def classifier_free(branches, scales):
+    """branches: the velocity of each, the conditional one first. scales: of the others."""
+    return branches[0] + sum(scale * (branches[0] - other) for scale, other in zip(scales, branches[1:], strict=True))
+
+
+def zero_star(branches, scales):
+    """Classifier-free guidance against the unconditional velocity projected on the conditional one, row by row."""
+    axes = tuple(range(1, branches[0].ndim))
+    products = [np.sum(branches[1] * other, axes, keepdims=True) for other in branches]
+    return branches[0] + scales[0] * (branches[0] - products[0] / (products[1] + 1e-8) * branches[1])
+
+
+EQUATIONS = {"classifier_free": classifier_free, "zero_star": zero_star}
 
 
 def lay_out(item, array, sizes, ends, pad):
@@ -20,8 +33,11 @@ def lay_out(item, array, sizes, ends, pad):
     return whole
 
 
-def sample(folder, request, program=None, scale=None):
-    """request: noise, conditioning and (optional) lengths by name. Returns the final state, shaped like the noise."""
+def sample(folder, request, program=None, scales=None):
+    """request: noise, conditioning and (optional) lengths by name, and step_noise where the program draws on its way.
+
+    scales: of the guidance branches but the first. Returns the final state, shaped like the noise.
+    """
     bundle = json.loads(Path(folder, "bundle.json").read_text())
     program = bundle["programs"][program or next(iter(bundle["programs"]))]
     stages, state, branches, guidance = (bundle[key] for key in ("stages", "state", "branches", "guidance"))
@@ -37,6 +53,8 @@ def sample(folder, request, program=None, scale=None):
     tables = program["tables"]
     rows = {t["name"]: np.memmap(Path(folder, t["file"]), t["dtype"], "r", t["offset"], (*t["shape"],)) for t in tables}
     known, registers = {"request": packed, "table": rows}, {"x": values[state["name"]]}
+    registers |= dict(zip(program["noises"], request.get("step_noise", []), strict=True))
+    scales = guidance["scales"] if guidance and scales is None else scales
     sessions = {name: onnxruntime.InferenceSession(Path(folder, stage["file"])) for name, stage in stages.items()}
 
     def run(stage, row=None):
@@ -49,8 +67,9 @@ def sample(folder, request, program=None, scale=None):
         if step["op"] == "evaluate":
             known["state"] = {state["name"]: np.concatenate([registers[step["x"]]] * len(branches))}
             velocity = np.split(run("step", step["row"])["velocity"], len(branches))
-            guide = EQUATIONS[guidance["equation"]] if guidance and step["guided"] else lambda branches, _: branches[0]
-            registers[step["out"]] = guide(velocity, guidance["scale"] if guidance and scale is None else scale)
+            named = [step["against"] is None or branch["name"] in step["against"] for branch in branches[1:]]
+            used = [scale if taken else 0.0 for scale, taken in zip(scales or [], named, strict=True)]
+            registers[step["out"]] = EQUATIONS[guidance["equation"]](velocity, used) if any(used) else velocity[0]
         else:
             registers[step["out"]] = sum(number * registers[name] for name, number in step["terms"])
     return lay_out(state, registers["x"], sizes, ends, 0)

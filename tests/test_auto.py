@@ -15,9 +15,9 @@ from voicehub_aot.build import build
 from voicehub_aot.compilation import Options
 from voicehub_aot.engines import onnxruntime as ort
 from voicehub_aot.errors import CompileFailed, GateFailed
-from voicehub_aot.program import euler
 from voicehub_aot.runtime import load
 from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler
 from voicehub_aot.target import default_target, parse_target
 from voicehub_aot.verify import verify
 

@@ -17,9 +17,9 @@ from voicehub_aot.build import bucket_waste, build
 from voicehub_aot.compilation import Options, compile_into_cache, plan_jobs
 from voicehub_aot.errors import ParityFailed, UsageError, VersionUnsupported
 from voicehub_aot.export import export_region
-from voicehub_aot.program import euler, midpoint
 from voicehub_aot.runtime import load
 from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler, midpoint
 from voicehub_aot.stage import split
 from voicehub_aot.target import default_target, parse_target
 
@@ -224,5 +224,5 @@ def test_waste_of_a_bucket_counts_the_lengths_that_fall_into_it():
 def test_programs_are_readable_json(built):
     saved = json.loads((built[0] / "programs" / "euler-3.json").read_text())
 
-    assert saved["instructions"][0] == {"op": "evaluate", "out": "v", "x": "x", "row": 0, "guided": True}
+    assert saved["instructions"][0] == {"op": "evaluate", "out": "v", "x": "x", "row": 0, "against": None}
     assert Path(built[0] / "programs" / "midpoint-2.json").exists()

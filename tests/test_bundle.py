@@ -23,10 +23,10 @@ from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build
 from voicehub_aot.bundle import write_bundle
 from voicehub_aot.compilation import Options
-from voicehub_aot.program import euler, midpoint
 from voicehub_aot.region import Region
 from voicehub_aot.runtime import load
 from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler, midpoint
 from voicehub_aot.target import default_target, parse_target
 
 EXAMPLE = Path(__file__).parents[1] / "examples/run_onnx_dir.py"
@@ -111,9 +111,10 @@ def folder(artifact, tmp_path_factory):
 
 
 def sampled_by_host(folder, tensors, program=None, scale=None):
+    scales = None if scale is None else [scale]
     host = module_at(EXAMPLE, "run_onnx_dir")
     return torch.from_numpy(
-        host.sample(folder, {name: tensor.numpy() for name, tensor in tensors.items()}, program, scale)
+        host.sample(folder, {name: tensor.numpy() for name, tensor in tensors.items()}, program, scales)
     )
 
 
@@ -177,7 +178,7 @@ def test_the_folder_holds_one_copy_of_the_weights_and_says_what_it_holds(artifac
         n: store.sha256(artifact / n) for n in ("prepare.onnx", "step.onnx", "weights.safetensors")
     }
     assert described["branches"][1] == {"name": "unconditional", "flags": {"drop": True}}
-    assert (described["guidance"]["equation"], described["guidance"]["scale"]) == ("classifier_free", 2.0)
+    assert (described["guidance"]["equation"], described["guidance"]["scales"]) == ("classifier_free", [2.0])
     assert described["promised"] == {"axes": {"frames": [8, 16]}}
 
 

@@ -113,6 +113,7 @@ def test_help_is_shown_without_arguments_and_lists_every_command(command: Comman
 # --- build: what is wrong is said before anything is written
 
 BUILD = ("build", "supertonic", "--config", "tiny", "--weights", "synthetic", "--buckets", "16", "--steps", "2")
+F5 = ("build", "f5tts", "--config", "tiny", "--weights", "synthetic", "--buckets", "16", "--steps", "2")
 WRONG: list[tuple[str, list[str], int, str]] = [
     ("model", ["build", "no_such", "--weights", "synthetic"], 2, "model 'no_such' is not known; known are f5tts, "),
     ("config", [*BUILD, "--config", "huge"], 2, "config 'huge' is not known; known are supertonic-3, supertonic-2"),
@@ -123,9 +124,10 @@ WRONG: list[tuple[str, list[str], int, str]] = [
     ("words for steps", [*BUILD, "--steps", "a few"], 2, "--steps 'a few'"),
     ("steps twice", [*BUILD, "--steps", "3,3"], 2, "--steps '3,3'"),
     ("too many steps", [*BUILD, "--steps", "2,5000"], 2, "euler-5000 has 5000 evaluations, at most 4096"),
-    ("solver", [*BUILD, "--solver", "heun"], 4, "solver='heun'"),
-    ("grid", [*BUILD, "--grid", "cosine"], 4, "grid='cosine'"),
-    ("sway", [*BUILD, "--sway", "-1"], 4, "sway=-1.0"),
+    ("option", [*BUILD, "--option", "solver=heun"], 4, "program options ['solver'] are not known; it has none"),
+    ("option without value", [*BUILD, "--option", "solver"], 2, "--option 'solver': wanted NAME=VALUE"),
+    ("option's value", [*F5, "--option", "solver=heun"], 4, "solver='heun' is not known; choose one of"),
+    ("option's kind", [*F5, "--option", "sway=much"], 4, "sway='much', wanted a finite number"),
     ("weights mode", [*BUILD, "--weights-mode", "nonsense"], 4, "--weights-mode 'nonsense'"),
     ("shapes", [*BUILD, "--shapes", "nonsense"], 4, "--shapes 'nonsense'"),
     ("packed and static", [*BUILD, "--shapes", "static"], 4, "--shapes static needs --weights-mode shared"),

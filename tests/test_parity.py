@@ -8,9 +8,9 @@ from voicehub_aot import parity
 from voicehub_aot.artifacts.report import ParityReport
 from voicehub_aot.build import eager_runtime
 from voicehub_aot.errors import ArtifactCorrupt, StageFailed
-from voicehub_aot.program import euler
 from voicehub_aot.region import Region
 from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler
 
 PROGRAMS = (euler(linear(4)),)
 BUCKETS = [{"frames": 12}, {"frames": 20}]

@@ -3,19 +3,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from voicehub_aot.program import SOLVERS, Combine, Evaluate, Program, euler, midpoint
-from voicehub_aot.schedule import Schedule, linear, sway
-
-
-def run(program, x, velocity):
-    """The state after the program; velocity(x, t)."""
-    registers = {"x": x}
-    for instruction in program.instructions:
-        if isinstance(instruction, Evaluate):
-            registers[instruction.out] = velocity(registers[instruction.x], program.times[instruction.row])
-        else:
-            registers[instruction.out] = sum(c * registers[name] for name, c in instruction.terms)
-    return registers["x"]
+from voicehub_aot.errors import OptionUnsupported
+from voicehub_aot.program import Combine, Evaluate, Program, check_options, probe
 
 
 def program_of(*instructions, times=(0.0,), **fields):
@@ -26,76 +15,53 @@ def program_of(*instructions, times=(0.0,), **fields):
 STEP = Combine(out="x", terms=(("x", 1.0),))
 
 
-@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("midpoint", 2)])
-@pytest.mark.parametrize("grid", [linear, lambda steps: sway(linear(steps), -1.0)], ids=["linear", "sway"])
-@pytest.mark.parametrize("velocity", [lambda x, t: x, lambda x, t: x * math.cos(t)], ids=["x", "x cos t"])
-def test_error_falls_with_the_order_of_the_solver(solver, order, grid, velocity):
-    exact = run(midpoint(linear(4096)), 1.0, velocity)
+@pytest.mark.parametrize("against", [None, (), ("text", "speaker")])
+def test_the_branches_of_an_evaluation_survive_json(against):
+    program = program_of(Evaluate(out="v", row=0, against=against), STEP)
 
-    coarse, fine = (abs(run(SOLVERS[solver](grid(steps)), 1.0, velocity) - exact) for steps in (64, 128))
-
-    assert math.log2(coarse / fine) == pytest.approx(order, abs=0.1)
+    assert Program.model_validate_json(program.model_dump_json()).instructions[0].against == against
 
 
-def test_euler_of_the_exponential_is_the_textbook_product():
-    assert run(euler(linear(4)), 1.0, lambda x, t: x) == 1.25**4
+def test_noise_registers_are_known_from_the_start():
+    program = program_of(Combine(out="x", terms=(("x", 1.0), ("fresh", 0.5))), noises=("fresh",))
+
+    assert program.noises == ("fresh",)
 
 
-def test_midpoint_of_the_exponential_is_the_textbook_product():
-    assert run(midpoint(linear(4)), 1.0, lambda x, t: x) == pytest.approx((1 + 1 / 4 + 1 / 32) ** 4, rel=1e-15)
+def test_a_row_has_a_value_of_every_time_input():
+    program = probe([0.0, 0.5], {"end": [0.5, 1.0]})
+
+    assert program.clock(1, "time") == {"time": 0.5, "end": 1.0}
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_descending_schedule_is_integrated_backwards(solver):
-    program = SOLVERS[solver](Schedule(times=(1.0, 0.75, 0.5, 0.25, 0.0)))
-
-    assert run(program, 3.0, lambda x, t: 2.0) == 1.0
+def test_further_times_must_be_as_many_as_the_rows():
+    with pytest.raises(ValidationError, match="1 values of 'end', wanted 2"):
+        probe([0.0, 0.5], {"end": [0.5]})
 
 
-def test_euler_evaluates_once_a_step_at_its_start():
-    program = euler(Schedule(times=(0.0, 0.25, 1.0)))
-
-    assert (program.name, program.steps, program.evaluations) == ("euler-2", 2, 2)
-    assert program.times == (0.0, 0.25)
+KNOWN = {"solver": "euler", "sway": -1.0, "guided": True}
 
 
-def test_midpoint_evaluates_twice_a_step_at_its_start_and_middle():
-    program = midpoint(Schedule(times=(0.0, 0.25, 1.0)))
+def test_options_override_the_defaults():
+    chosen = check_options("model", KNOWN, {"sway": None, "solver": "midpoint"}, {"solver": ("euler", "midpoint")})
 
-    assert (program.name, program.steps, program.evaluations) == ("midpoint-2", 2, 4)
-    assert program.times == (0.0, 0.125, 0.25, 0.625)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_every_table_row_is_evaluated_once_in_order_and_guided(solver):
-    program = SOLVERS[solver](linear(5))
-
-    evaluations = [i for i in program.instructions if isinstance(i, Evaluate)]
-
-    assert [i.row for i in evaluations] == list(range(len(program.times)))
-    assert all(i.guided for i in evaluations)
+    assert chosen == {"solver": "midpoint", "sway": None, "guided": True}
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_the_state_is_written_once_a_step(solver):
-    program = SOLVERS[solver](linear(5))
-
-    assert sum(isinstance(i, Combine) and i.out == "x" for i in program.instructions) == 5
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_program_survives_json_bit_for_bit(solver):
-    program = SOLVERS[solver](sway(linear(7), -1.0))
-
-    restored = Program.model_validate_json(program.model_dump_json())
-
-    assert restored == program
-
-
-def test_an_unguided_evaluation_survives_json():
-    program = program_of(Evaluate(out="v", row=0, guided=False), STEP)
-
-    assert Program.model_validate_json(program.model_dump_json()).instructions[0].guided is False
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"swing": 1}, r"options \['swing'\] are not known; known are solver, sway, guided"),
+        ({"solver": "heun"}, "solver='heun' is not known; choose one of euler, midpoint"),
+        ({"sway": "much"}, "sway='much', wanted a finite number"),
+        ({"sway": math.nan}, "sway=nan, wanted a finite number"),
+        ({"sway": True}, "sway=True, wanted a finite number"),
+        ({"guided": 1}, "guided=1, wanted true or false"),
+    ],
+)
+def test_an_option_that_a_model_does_not_know_is_named(given, message):
+    with pytest.raises(OptionUnsupported, match=message):
+        check_options("model", KNOWN, given, {"solver": ("euler", "midpoint")})
 
 
 @pytest.mark.parametrize(

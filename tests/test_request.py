@@ -291,10 +291,10 @@ def test_a_prompt_may_be_shorter_than_the_frames() -> None:
 
 def test_packed_rows_are_the_branches_one_after_the_other() -> None:
     given = arguments("f5tts")
-    packed = read("f5tts", given).packed(2)
+    packed = read("f5tts", given).packed(range(2))
     assert torch.equal(packed["cond"], torch.cat([given["cond"], given["cond"]]))
     assert packed["drop_text"].tolist() == packed["drop_audio"].tolist() == [False, False, True, True]
-    assert read("f5tts", given).packed(1)["drop_text"].tolist() == [False, False]
+    assert read("f5tts", given).packed([0])["drop_text"].tolist() == [False, False]
 
 
 def test_a_result_is_cropped_to_the_callers_size_and_zero_behind_each_row() -> None:

@@ -313,7 +313,7 @@ def test_the_guidance_scale_is_a_run_time_number(runtime: Runtime) -> None:
         torch.testing.assert_close(got, want, atol=ROUNDING, rtol=0)
     assert runtime.spec.guidance is not None
     default, other = (runtime.sample(noise=noise, guidance=s, **given) for s in (None, 1.25))
-    assert torch.equal(runtime.sample(noise=noise, guidance=runtime.spec.guidance.scale, **given), default)
+    assert torch.equal(runtime.sample(noise=noise, guidance=runtime.spec.guidance.branches[1].scale, **given), default)
     assert (default - other).abs().max() > 0.01
 
 
@@ -328,7 +328,8 @@ def test_an_unguided_instruction_runs_the_conditional_rows_of_the_same_request(s
     runtime, rows = counted(supertonic_packed)
     program = runtime.programs["euler-3"]
     limited = tuple(
-        i.model_copy(update={"guided": i.row == 0}) if isinstance(i, Evaluate) else i for i in program.instructions
+        i.model_copy(update={"against": None if i.row == 0 else ()}) if isinstance(i, Evaluate) else i
+        for i in program.instructions
     )
     runtime.programs["euler-3"] = Program(**{**dict(program), "instructions": limited})
     given, noise = conditioning(runtime, rows=2), noise_of(runtime, rows=2)

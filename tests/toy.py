@@ -17,9 +17,9 @@ from voicehub_aot.engines import WEIGHTS, Source
 from voicehub_aot.export import export_region
 from voicehub_aot.guidance import Branch, Guidance
 from voicehub_aot.kernels.attention import attention, key_bias
-from voicehub_aot.program import euler
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler
 from voicehub_aot.stage import split
 from voicehub_aot.target import default_target, parse_target
 
@@ -39,8 +39,7 @@ SPEC = RegionSpec(
     outputs=("velocity", "summary"),
     guidance=Guidance(
         equation="classifier_free",
-        branches=(Branch(name="conditional", flags={}), Branch(name="unconditional", flags={"drop": True})),
-        scale=2.0,
+        branches=(Branch(name="conditional"), Branch(name="unconditional", flags={"drop": True}, scale=2.0)),
     ),
     call=Call(
         parameters=(

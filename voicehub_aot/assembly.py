@@ -56,9 +56,9 @@ class Parts:
 
 def time_table(staged: Staged, program: Program) -> dict[str, torch.Tensor]:
     """What depends on time alone, one row per evaluation: value name -> [N, ...]."""
-    (clock,) = (i for i in staged.spec.inputs if i.binding == "TIME")
+    clocks = [program.clock(row, staged.spec.time.name) for row in range(len(program.times))]
     with torch.no_grad():
-        rows = [staged.table({clock.name: torch.tensor([t], dtype=torch.float32)}) for t in program.times]
+        rows = [staged.table({n: torch.tensor([t], dtype=torch.float32) for n, t in clock.items()}) for clock in clocks]
     return {name: torch.stack([row[name] for row in rows]).contiguous() for name in rows[0]}
 
 

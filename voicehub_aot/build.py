@@ -231,10 +231,10 @@ def staged_row(staged: Staged) -> reports.Row:
 
 
 def bucket_waste(
-    histogram: Mapping[int, float] | None, buckets: Buckets, bucket: Mapping[str, int], axis: str
+    histogram: Mapping[int, float] | None, buckets: Buckets, bucket: Mapping[str, int], axis: str | None
 ) -> float | None:
     """Expected padding of the lengths that fall into one bucket; None without a histogram, or where none falls."""
-    if histogram is None or axis not in bucket:
+    if histogram is None or axis is None or axis not in bucket:
         return None
     top = bucket[axis]
     below = max((size for size in buckets.axes[axis] if size < top), default=0)

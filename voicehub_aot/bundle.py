@@ -28,7 +28,10 @@ from voicehub_aot.runtime import table_key
 BUNDLE = "bundle.json"
 BUNDLE_VERSION = 1
 ONNX_ENGINE = "onnxruntime"
-FORMULAS = {"classifier_free": "velocity = v[0] + scale * (v[0] - v[1])"}  # v: the velocity of each branch
+FORMULAS = {  # v: the velocity of each branch
+    "classifier_free": "velocity = v[0] + sum over k of scales[k] * (v[0] - v[k + 1])",
+    "zero_star": "velocity = v[0] + scales[0] * (v[0] - p * v[1]), p = <v[0], v[1]> / (|v[1]|^2 + 1e-8) for each row",
+}
 TRITON_TYPES = {"float32": "TYPE_FP32", "int64": "TYPE_INT64", "bool": "TYPE_BOOL"}
 TRITON_VERSION = "1"
 
@@ -91,11 +94,13 @@ def describe(
                           the length and by default the same), null where the model has none
     flags, branches       boolean [B] inputs, and their values for the rows of each guidance branch. Rows [0, B) of a
                           stage's inputs are the first branch, [B, 2B) the second.
-    guidance              how velocities of the branches combine, null with one branch. With a scale below `off_below`,
-                          and in an `evaluate` that is not guided, the first branch alone is the velocity.
+    guidance              how velocities of the branches combine, null with one branch; a scale for each but the first.
+                          Branches with a scale below `off_below`, and those that an `evaluate` does not name in
+                          `against` (null = all), do not count, and need not be run.
     stages                graphs. An input's `source`: the state, the request (conditioning, lengths, ends, flags), the
                           table, or what prepare computed. `by_row`: of it, the row that `evaluate` names.
-    programs              the loop, two instructions over named registers, "x" holding the noise and then the result;
+    programs              the loop, two instructions over named registers, "x" holding the noise and then the result,
+                          `noises` fresh noise;
                           `tables`: values known before any request, one row an evaluation, at an offset in a file
     promised              largest sizes that the parity report covers, by bucket axis
     """
@@ -120,7 +125,7 @@ def describe(
         and {
             "equation": spec.guidance.equation,
             "formula": FORMULAS[spec.guidance.equation],
-            "scale": spec.guidance.scale,
+            "scales": [branch.scale for branch in spec.guidance.others],
             "off_below": NO_OP,
         },
         "stages": {
@@ -186,14 +191,17 @@ def _write_triton_repository(artifact: Path, manifest: Manifest, folder: Path) -
 def triton_config(name: str, manifest: Manifest) -> str:
     """config.pbtxt: the arguments of `Runtime.sample` as inputs, the result as the output `latent`."""
     spec = manifest.region
-    main = spec.dim(spec.main_dim).length  # `sample` calls it lengths, whatever the model's own name for it
+    main = spec.main and spec.main.length  # `sample` calls it lengths, whatever the model's own name for it
     lengths = [n for d in spec.dims for n in (d.length, d.extent) if n and n != main]
     state = _triton_shape(spec.state.shape)
     inputs = [
-        *(_tensor("input", i.name, TRITON_TYPES[i.dtype], _triton_shape(i.shape)) for i in spec.conditioning),
+        *(
+            _tensor("input", i.name, TRITON_TYPES[i.dtype], _triton_shape(i.shape), i.optional)
+            for i in spec.conditioning
+        ),
         _tensor("input", "noise", "TYPE_FP32", state, optional=True),
         _tensor("input", "seed", "TYPE_INT64", [-1], optional=True),
-        *(_tensor("input", n, "TYPE_INT64", [-1], optional=True) for n in ("lengths", *lengths)),
+        *(_tensor("input", n, "TYPE_INT64", [-1], optional=True) for n in (*(["lengths"] if main else []), *lengths)),
         _tensor("input", "program", "TYPE_STRING", [1], optional=True),
     ]
     if spec.guidance:

@@ -58,9 +58,9 @@ def build(
     max_buckets: Annotated[int, typer.Option("--max", help="With --histogram: at most so many.")] = 6,
     multiple_of: Annotated[int, typer.Option(help="With --histogram: bucket sizes are multiples of this.")] = 8,
     steps: Annotated[str | None, typer.Option(help="Step counts, e.g. 32,16,7.")] = None,
-    solver: Annotated[str | None, typer.Option(help="Default the model's.")] = None,
-    grid: Annotated[str | None, typer.Option(help="Time grid; default the model's.")] = None,
-    sway: Annotated[float | None, typer.Option(help="Sway coefficient; 0 = none; default the model's.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Of the sampling loop, NAME=VALUE, e.g. solver=midpoint; see `models`.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help=ENGINE_HELP)] = None,
     engine_budget: Annotated[
         float | None, typer.Option(help="With auto: seconds after which no further engine is tried.")
@@ -82,9 +82,9 @@ def build(
 
     console.set_up_logging(verbose)
     given = {
-        "config": config, "checkpoint": checkpoint, "buckets": buckets, "steps": steps, "solver": solver,
-        "grid": grid, "sway": sway, "engine": engine, "weights_mode": weights_mode, "shapes": shapes, "target": target,
-        "jobs": jobs, "engine_budget": engine_budget,
+        "config": config, "checkpoint": checkpoint, "buckets": buckets, "steps": steps,
+        "options": settings.parse_options(option), "engine": engine, "weights_mode": weights_mode, "shapes": shapes,
+        "target": target, "jobs": jobs, "engine_budget": engine_budget,
     }  # fmt: skip
     chosen = settings.BuildSettings.merge(file, given)
     progress = console.ConsoleProgress()
@@ -166,7 +166,9 @@ def sample(
     inputs: Annotated[Path | None, typer.Option(help="Conditioning by name, a .safetensors file.")] = None,
     random: Annotated[bool, typer.Option("--random", help="Random conditioning, for a first try.")] = False,
     program: Annotated[str | None, typer.Option(help="A program's name, or its step count.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 0 = none.")] = None,
+    guidance: Annotated[
+        list[str] | None, typer.Option(help="Guidance scale, 0 = none; or BRANCH=SCALE, repeated.")
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -177,7 +179,8 @@ def sample(
     console.set_up_logging(verbose)
     console.check_output(output)
     wanted = int(program) if program and program.isdecimal() else program
-    result = sampling.sample_to_file(artifact, output, length or [], seed, inputs, random, wanted, guidance, threads)
+    scales = sampling.parse_guidance(guidance)
+    result = sampling.sample_to_file(artifact, output, length or [], seed, inputs, random, wanted, scales, threads)
     if as_json:
         console.show_json(result)
     else:

@@ -24,9 +24,10 @@ class Evaluating(Protocol):
         state: torch.Tensor,
         time: float | torch.Tensor,
         *,
+        extra_times: Mapping[str, float] | None = None,
         packed: bool = False,
         flags: Mapping[str, bool] | None = None,
-        guidance: float | None = None,
+        guidance: float | Mapping[str, float] | None = None,
         **request: Any,
     ) -> torch.Tensor: ...
 
@@ -53,11 +54,14 @@ class Denoiser(nn.Module):
         state = given.tensor[spec.state.name]
         request: dict[str, Any] = {n: t for n, t in given.tensor.items() if n != spec.state.name}
         request.update(_reach(spec, given))
+        request.update({n: torch.full((len(state),), value) for n, value in given.switches.items()})
         if spec.call.returns == "velocity":
             flags = {n: v for n, v in given.flags.items() if v}
-            return self.runtime.evaluate(state, given.time(), packed=given.packed, flags=flags, **request)
-        scale = spec.guidance.scale if spec.guidance else None
-        velocity = self.runtime.evaluate(state, given.time(), guidance=scale, **request)
+            return self.runtime.evaluate(
+                state, given.time(), extra_times=given.extra_times, packed=given.packed, flags=flags, **request
+            )
+        scales = spec.guidance.scales(None) if spec.guidance else None
+        velocity = self.runtime.evaluate(state, given.time(), guidance=scales, **request)
         steps = given.steps.to(torch.float32).reshape(-1, *(1,) * (state.dim() - 1))
         return (state + velocity / steps) * given.state_mask(spec)
 
@@ -71,6 +75,8 @@ class Bound:
         self.flags: dict[str, bool] = {}
         self.packed = False
         self.clock: torch.Tensor | None = None
+        self.extra_times: dict[str, float] = {}
+        self.switches: dict[str, bool] = {}
         self.steps = torch.ones(1)
 
     def time(self) -> torch.Tensor:
@@ -81,7 +87,7 @@ class Bound:
         return self.clock / self.steps
 
     def state_mask(self, spec: RegionSpec) -> torch.Tensor:
-        mask = self.masks.get(spec.main_dim)
+        mask = self.masks.get(spec.main_dim or "")
         if mask is None:
             return torch.ones(1)
         shape = [-1 if s == spec.main_dim else 1 for s in spec.state.shape[1:]]
@@ -114,10 +120,14 @@ def _sort(bound: Bound, parameter: Parameter, value: Any) -> None:
             bound.tensor[feeds] = value
         case "mask" if value is not None:
             bound.masks[feeds] = value
+        case "switch":
+            bound.switches[feeds] = bool(value)
         case "flag":
             bound.flags[feeds] = bool(value)
         case "packed":
             bound.packed = bool(value)
+        case "time" if feeds:
+            bound.extra_times[feeds] = _one_number(parameter.name, value)
         case "time" | "step":
             bound.clock = _numbers(parameter.name, value)
         case "steps":
@@ -131,6 +141,14 @@ def _numbers(name: str, value: Any) -> torch.Tensor:
         return torch.as_tensor(value, dtype=torch.float32).reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputMismatch(f"denoiser: {name}={value!r}, wanted a number or a tensor [] or [B]") from error
+
+
+def _one_number(name: str, value: Any) -> float:
+    """A time that every row shares."""
+    distinct = set(_numbers(name, value).tolist())
+    if len(distinct) != 1:
+        raise InputMismatch(f"denoiser: {name} has the values {sorted(distinct)}, wanted one for all rows")
+    return float(distinct.pop())
 
 
 def _size(spec: RegionSpec, given: Bound, dim: str) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from voicehub_aot.errors import ExportFailed
-from voicehub_aot.region import BATCH, Region, RegionSpec
+from voicehub_aot.region import BATCH, Region, RegionSpec, example_mask
 
 MAX_ROWS = 256  # rows of one call: requests x guidance branches
 
@@ -42,6 +42,8 @@ def example_inputs(spec: RegionSpec, sizes: Mapping[str, int], seed: int = 0) ->
             inputs[item.name] = torch.arange(shape[0]) % 2 == 1
         elif item.binding == "TIME":
             inputs[item.name] = torch.rand(shape, generator=generator)
+        elif item.dtype == "bool":
+            inputs[item.name] = example_mask(shape, generator)
         elif item.dtype == "int64":
             inputs[item.name] = torch.randint(item.low, item.high, shape, generator=generator)
         else:

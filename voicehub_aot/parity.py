@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from voicehub_aot.artifacts.report import Row, measure
 from voicehub_aot.errors import ArtifactCorrupt, StageFailed
 from voicehub_aot.program import Program
-from voicehub_aot.region import BATCH, RegionSpec
+from voicehub_aot.region import BATCH, Dim, RegionSpec, example_mask
 from voicehub_aot.runtime import Runtime
 
 FLOOR = 1e-6  # of the largest value of the reference: about eight float32 roundings
@@ -42,6 +42,7 @@ LEAST_CHANGE = 1e-4  # relative change that another input must cause
 EXACT_SECONDS = 20.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # of timing
 STEP_SAMPLES = 4096  # state elements kept per step to name the first bad one
+NO_DIM = Dim(name="", max=1, doc="stands in for the main dimension where only the number of rows varies")
 
 
 class Case(BaseModel):
@@ -81,8 +82,8 @@ def row_lengths(spec: RegionSpec, case: Case) -> dict[str, list[int]]:
             full = case.sizes[dim.name]
             ragged = [max(dim.min, full * (row + 1) // len(case.lengths)) for row in range(len(case.lengths))]
             lengths[dim.name] = ragged if case.check == "padding" else [full] * len(case.lengths)
-    if spec.main_dim in lengths:
-        lengths[spec.main_dim] = list(case.lengths)
+    if spec.main is not None and spec.main.length:
+        lengths[spec.main.name] = list(case.lengths)
     return lengths
 
 
@@ -96,7 +97,9 @@ def draw(spec: RegionSpec, case: Case, seed: int) -> dict[str, Any]:
     request: dict[str, Any] = {}
     for item in (spec.state, *spec.conditioning):
         shape = [case.sizes[s] if isinstance(s, str) else s for s in item.shape]
-        if item.dtype == "int64":
+        if item.dtype == "bool":
+            tensor = example_mask(shape, generator)
+        elif item.dtype == "int64":
             tensor = torch.randint(item.low, item.high, shape, generator=generator)
         else:
             tensor = torch.randn(shape, generator=generator)
@@ -115,9 +118,29 @@ def run(runtime: Runtime, case: Case, request: Mapping[str, Any]) -> list[torch.
     if case.row is None:
         scale = None if case.guided else 0.0
         guidance = scale if runtime.spec.guidance else None
-        return list(runtime.trajectory(noise=state, program=case.program, guidance=guidance, **arguments))
-    time = runtime.programs[case.program].times[case.row]
-    return [runtime.evaluate(state, time, packed=case.guided, **arguments)]
+        program = runtime.programs[case.program]
+        fresh = step_noise(program, state, case.seed)
+        return list(
+            runtime.trajectory(noise=state, step_noise=fresh, program=program.name, guidance=guidance, **arguments)
+        )
+    return [evaluation(runtime, case, case.row, {runtime.spec.state.name: state, **arguments})]
+
+
+def step_noise(program: Program, state: torch.Tensor, seed: int) -> torch.Tensor | None:
+    """What a program draws on its way: [K, ...], each like the state; None if it draws nothing."""
+    if not program.noises:
+        return None
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randn([len(program.noises), *state.shape], generator=generator)
+
+
+def evaluation(runtime: Runtime, case: Case, row: int, request: Mapping[str, Any]) -> torch.Tensor:
+    """The velocity at one table row, of every branch if the case is guided."""
+    arguments = dict(request)
+    state, program = arguments.pop(runtime.spec.state.name), runtime.programs[case.program]
+    clock = program.clock(row, runtime.spec.time.name)
+    time = clock.pop(runtime.spec.time.name)
+    return runtime.evaluate(state, time, extra_times=clock, packed=case.guided, **arguments)
 
 
 def row_alone(spec: RegionSpec, case: Case, request: Mapping[str, Any], row: int) -> dict[str, Any]:
@@ -137,12 +160,14 @@ def plan(
     spec: RegionSpec, programs: Mapping[str, Program], buckets: list[dict[str, int]], max_batch: int
 ) -> Iterator[Case]:
     """The cases for these buckets, their budgets still open (0)."""
-    dim = spec.dim(spec.main_dim)
+    dim = spec.main or NO_DIM
     guidance = spec.guidance is not None
     first = next(iter(programs.values()))
     for number, bucket in enumerate(buckets):
         size = bucket.get(dim.name, min(dim.max, 64))
         sizes = {d.name: bucket.get(d.name, min(d.max, 24)) for d in spec.dims}
+        if spec.main is not None:
+            sizes[dim.name] = size
 
         def case(
             check: str,
@@ -167,7 +192,7 @@ def plan(
                 ),
                 check=check,
                 bucket=bucket,
-                sizes={**sizes, BATCH: len(lengths), dim.name: max(lengths)},
+                sizes={**sizes, BATCH: len(lengths), **{n: max(lengths) for n in sizes if n == dim.name}},
                 lengths=lengths,
                 program=program.name,
                 row=row,
@@ -183,7 +208,7 @@ def plan(
             yield case("evaluation", first, middle, (max(dim.min, (2 * size) // 3),))
         if guidance:
             yield case("evaluation", first, middle, (size,), guided=False)
-        if dim.length and size > dim.min and max_batch > 1:
+        if max_batch > 1 and (spec.main is None or (dim.length and size > dim.min)):
             ragged = (size, max(dim.min, size // 3), max(dim.min, size - 1))
             yield case("padding", first, middle, ragged[:max_batch])
         for program in programs.values():
@@ -236,12 +261,12 @@ def _reference(runtime: Runtime, case: Case, request: Mapping[str, Any]) -> list
     if case.check != "padding":
         return run(runtime, case, request)
     spec = runtime.spec
-    axis = spec.state.shape.index(spec.main_dim)
     blocks: list[list[torch.Tensor]] = []
-    for row, length in enumerate(case.lengths):
+    for row in range(len(case.lengths)):
         alone = run(runtime, case, row_alone(spec, case, request, row))[-1]
-        padded = alone.new_zeros([*alone.shape[:axis], max(case.lengths), *alone.shape[axis + 1 :]])
-        padded.narrow(axis, 0, length).copy_(alone)
+        shape = [case.sizes[s] if isinstance(s, str) else s for s in spec.state.shape[1:]]
+        padded = alone.new_zeros([len(alone), *shape])
+        padded[tuple(slice(size) for size in alone.shape)] = alone
         blocks.append(list(padded.unbind(0)))
     return [torch.stack([block[branch] for branch in range(len(blocks[0])) for block in blocks])]
 
@@ -308,16 +333,18 @@ def sensitivity(runtime: Runtime, base: Case) -> list[Row]:
     program = runtime.programs[base.program]
     request = draw(spec, base, base.seed)
     other = draw(spec, base, base.seed + 1)
+    other.update({i.name: ~request[i.name] for i in spec.conditioning if i.dtype == "bool" and i.shape == (BATCH,)})
     lengths = {k: v for k, v in request.items() if isinstance(v, list)}
 
     def velocity(changed: str | None, row: int = 0) -> torch.Tensor:
-        arguments = {k: other[k] if k == changed else v for k, v in request.items()}
-        return runtime.evaluate(arguments.pop(spec.state.name), program.times[row], packed=base.guided, **arguments)
+        return evaluation(runtime, base, row, {k: other[k] if k == changed else v for k, v in request.items()})
 
-    def final(guidance: float | None) -> torch.Tensor:
+    def final(guidance: Mapping[str, float] | None) -> torch.Tensor:
         arguments = {k: v for k, v in request.items() if k != spec.state.name}
+        noise = request[spec.state.name]
+        fresh = step_noise(program, noise, base.seed)
         *_, last = runtime.trajectory(
-            noise=request[spec.state.name], program=base.program, guidance=guidance, **arguments
+            noise=noise, step_noise=fresh, program=base.program, guidance=guidance, **arguments
         )
         return last
 
@@ -328,7 +355,8 @@ def sensitivity(runtime: Runtime, base: Case) -> list[Row]:
     changes = {name: (result - reference).norm() / reference.norm() for name, result in trials.items()}
     if spec.guidance is not None:
         whole = final(None)
-        changes["guidance"] = (final(spec.guidance.scale + 1) - whole).norm() / whole.norm()
+        more = {name: scale + 1 for name, scale in spec.guidance.scales(None).items()}
+        changes["guidance"] = (final(more) - whole).norm() / whole.norm()
     return [
         Row(
             check="sensitivity",

@@ -1,21 +1,22 @@
 """The sampling loop as data: a straight line of two instructions over named registers.
 
-    evaluate   out <- velocity of register `x` at table row `row` (guided, or the conditional branch alone)
+    evaluate   out <- what the denoiser predicts for register `x` at table row `row`, guided or not
     combine    out <- sum of coefficient * register
 
-Every deterministic solver here is linear in the state and the velocities, so this is all a solver needs. Register
-"x" holds the noise on entry and the result at the end; each `combine` into "x" ends one step.
+Every solver here is linear in the state, the predictions and the noise, so this is all a solver needs. Register "x"
+holds the noise on entry and the result at the end; each `combine` into "x" ends one step. Generators: solver.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from voicehub_aot.schedule import Schedule
+from voicehub_aot.errors import OptionUnsupported
 
 STATE = "x"
 
@@ -25,13 +26,16 @@ class _Data(BaseModel):
 
 
 class Evaluate(_Data):
-    """out <- velocity(x at times[row])."""
+    """out <- velocity(x at times[row]).
+
+    against: the guidance branches to evaluate beside the conditional one; None = all of the model's, () = none.
+    """
 
     op: Literal["evaluate"] = "evaluate"
     out: str
     x: str = STATE
     row: int
-    guided: bool = True
+    against: tuple[str, ...] | None = None
 
 
 class Combine(_Data):
@@ -46,17 +50,26 @@ Instruction = Annotated[Evaluate | Combine, Field(discriminator="op")]
 
 
 class Program(_Data):
-    """name: how a request asks for it. times: the time of each table row, one per denoiser evaluation."""
+    """name: how a request asks for it. times: the time of each table row, one per denoiser evaluation.
+
+    extra_times: as many values of each further time input of the region (the end of the step, say), by its name.
+    noises: registers that hold fresh noise on entry, beside "x".
+    """
 
     name: str
     solver: str
     schedule: tuple[float, ...]
     times: tuple[float, ...]
+    extra_times: dict[str, tuple[float, ...]] = {}
+    noises: tuple[str, ...] = ()
     instructions: tuple[Instruction, ...]
 
     @model_validator(mode="after")
     def _check(self) -> Program:
-        known = {STATE}
+        known = {STATE, *self.noises}
+        for name, values in self.extra_times.items():
+            if len(values) != len(self.times):
+                raise ValueError(f"program {self.name!r}: {len(values)} values of {name!r}, wanted {len(self.times)}")
         for position, instruction in enumerate(self.instructions):
             at = f"program {self.name!r}, instruction {position}"
             reads = [instruction.x] if isinstance(instruction, Evaluate) else [r for r, _ in instruction.terms]
@@ -79,50 +92,49 @@ class Program(_Data):
     def evaluations(self) -> int:
         return sum(isinstance(i, Evaluate) for i in self.instructions)
 
-
-def euler(schedule: Schedule) -> Program:
-    """x <- x + (t' - t) v(x, t)."""
-    instructions: list[Evaluate | Combine] = []
-    for row, (t, t_next) in enumerate(zip(schedule.times, schedule.times[1:], strict=False)):
-        instructions += [Evaluate(out="v", row=row), Combine(out=STATE, terms=((STATE, 1.0), ("v", t_next - t)))]
-    return Program(
-        name=f"euler-{schedule.steps}",
-        solver="euler",
-        schedule=schedule.times,
-        times=schedule.times[:-1],
-        instructions=tuple(instructions),
-    )
+    def clock(self, row: int, time: str) -> dict[str, float]:
+        """The value of every time input at a table row. time: name of the region's main one."""
+        return {time: self.times[row], **{name: values[row] for name, values in self.extra_times.items()}}
 
 
-def midpoint(schedule: Schedule) -> Program:
-    """k = v(x, t); x <- x + h v(x + h/2 k, t + h/2) with h = t' - t."""
-    instructions: list[Evaluate | Combine] = []
-    times: list[float] = []
-    for t, t_next in zip(schedule.times, schedule.times[1:], strict=False):
-        h, row = t_next - t, len(times)
-        times += [t, t + h / 2]
-        instructions += [
-            Evaluate(out="k", row=row),
-            Combine(out="middle", terms=((STATE, 1.0), ("k", h / 2))),
-            Evaluate(out="v", x="middle", row=row + 1),
-            Combine(out=STATE, terms=((STATE, 1.0), ("v", h))),
-        ]
-    return Program(
-        name=f"midpoint-{schedule.steps}",
-        solver="midpoint",
-        schedule=schedule.times,
-        times=tuple(times),
-        instructions=tuple(instructions),
-    )
-
-
-def probe(times: Sequence[float], name: str = "probe") -> Program:
+def probe(
+    times: Sequence[float], extra_times: Mapping[str, Sequence[float]] | None = None, name: str = "probe"
+) -> Program:
     """A program that evaluates each time once, for single evaluations outside any schedule."""
     instructions: list[Evaluate | Combine] = []
     for row in range(len(times)):
         instructions += [Evaluate(out="v", row=row), Combine(out=STATE, terms=(("v", 1.0),))]
-    grid = tuple(float(n) for n in range(len(times) + 1))
-    return Program(name=name, solver="probe", schedule=grid, times=tuple(times), instructions=tuple(instructions))
+    return Program(
+        name=name,
+        solver="probe",
+        schedule=tuple(float(n) for n in range(len(times) + 1)),
+        times=tuple(times),
+        extra_times={key: tuple(values) for key, values in (extra_times or {}).items()},
+        instructions=tuple(instructions),
+    )
 
 
-SOLVERS = {"euler": euler, "midpoint": midpoint}
+def check_options(
+    model: str,
+    known: Mapping[str, Any],
+    given: Mapping[str, Any],
+    choices: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """A model's program options: `known` with its defaults, overridden by `given`.
+
+    choices: the values that an option may have. Raises OptionUnsupported for an unknown option, another value than
+    those, or one of another kind than its default.
+    """
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        wanted = f"known are {', '.join(known)}" if known else "it has none"
+        raise OptionUnsupported(f"{model}: program options {unknown!r} are not known; {wanted}")
+    for name, value in given.items():
+        if name in choices and value not in choices[name]:
+            raise OptionUnsupported(f"{model}: {name}={value!r} is not known; choose one of {', '.join(choices[name])}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(known[name], float) and value is not None and not (number and math.isfinite(value)):
+            raise OptionUnsupported(f"{model}: {name}={value!r}, wanted a finite number")
+        if isinstance(known[name], bool) and not isinstance(value, bool):
+            raise OptionUnsupported(f"{model}: {name}={value!r}, wanted true or false")
+    return {**known, **given}

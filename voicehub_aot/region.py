@@ -9,7 +9,7 @@ Vocabulary: "B" is the batch (rows); every other letter-string in a shape is the
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +61,9 @@ class Input(_Data):
     low, high: range of valid integers, high exclusive.
     flag: a boolean that only guidance branches set; callers never pass it.
     shorter: a caller may pass fewer positions than the state has; the rest is padding (a prompt, say).
+    optional: a caller may leave it out; it is `pad` everywhere then, and dims that are its alone have their least size.
+
+    A boolean that is no flag is a mask or a switch, which callers pass; what they do not reach is False.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Input(_Data):
     high: int = 2
     flag: bool = False
     shorter: bool = False
+    optional: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -93,7 +97,8 @@ class Parameter(_Data):
     kind   tensor   the region input `feeds`, as it is
            mask     a prefix mask, True or 1 = real; its row sums are the length of dim `feeds`; None = all real.
                     The extent becomes the whole tensor, as upstream has it.
-           time     [] or [B], the region's time
+           time     [] or [B], the region's time; with `feeds`, that further time input, one value for all rows
+           switch   a Python bool for the boolean input `feeds`, the same for every row
            step     [] or [B], numerator of the time; `steps` its denominator
            flag     a Python bool for the flag input `feeds`
            packed   a Python bool: evaluate every guidance branch and return them packed along the batch
@@ -101,7 +106,7 @@ class Parameter(_Data):
     """
 
     name: str
-    kind: Literal["tensor", "mask", "time", "step", "steps", "flag", "packed", "ignored"]
+    kind: Literal["tensor", "mask", "time", "step", "steps", "flag", "switch", "packed", "ignored"]
     feeds: str | None = None
     default: bool | None = None
     required: bool = True
@@ -120,8 +125,10 @@ class Call(_Data):
 
 
 class RegionSpec(_Data):
-    """inputs: in the module's order, exactly one STATE and one TIME input of shape (1,).
+    """inputs: in the module's order, exactly one STATE; TIME inputs have shape (1,).
 
+    The TIME input called "time", or the only one, is a program's `times`; further ones are its `extra_times`.
+    main_dim: the dimension that lengths and buckets without a name mean; None if no size varies but the rows.
     outputs: the module's outputs. The first is the velocity, shaped like the state; the others are request
     values worth seeing (e.g. a text embedding), computed once per request.
     """
@@ -132,7 +139,7 @@ class RegionSpec(_Data):
     outputs: tuple[str, ...] = ("velocity",)
     guidance: Guidance | None = None
     call: Call
-    main_dim: str = "frames"
+    main_dim: str | None = "frames"
 
     def input(self, name: str) -> Input:
         for item in self.inputs:
@@ -152,7 +159,12 @@ class RegionSpec(_Data):
 
     @property
     def time(self) -> Input:
-        return next(i for i in self.inputs if i.binding == "TIME")
+        clocks = [i for i in self.inputs if i.binding == "TIME"]
+        return next((i for i in clocks if i.name == "time"), clocks[0])
+
+    @property
+    def main(self) -> Dim | None:
+        return None if self.main_dim is None else self.dim(self.main_dim)
 
     @property
     def request(self) -> tuple[Input, ...]:
@@ -179,3 +191,11 @@ class Region:
 
     spec: RegionSpec
     module: nn.Module
+
+
+def example_mask(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """A mask or switch, random but for its first position: a mask that reaches nothing is no example."""
+    mask = torch.rand(list(shape), generator=generator) < 0.5
+    if len(shape) > 1:
+        mask[..., 0] = True
+    return mask

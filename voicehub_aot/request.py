@@ -35,12 +35,12 @@ class Request:
     def batch(self) -> int:
         return self.given[BATCH]
 
-    def packed(self, branches: int) -> dict[str, torch.Tensor]:
-        """Inputs for `branches` guidance branches: rows [0, B) the first, [B, 2B) the second, with their flags."""
-        inputs = {n: t.repeat(branches, *(1,) * (t.dim() - 1)) for n, t in self.inputs.items()}
+    def packed(self, branches: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Inputs for these guidance branches: rows [0, B) the first, [B, 2B) the second, with their flags."""
+        inputs = {n: t.repeat(len(branches), *(1,) * (t.dim() - 1)) for n, t in self.inputs.items()}
         for item in self.spec.inputs:
             if item.flag:
-                values = [self.spec.branch_flags(b)[item.name] for b in range(branches)]
+                values = [self.spec.branch_flags(b)[item.name] for b in branches]
                 inputs[item.name] = torch.tensor(values).repeat_interleave(self.batch)
         return inputs
 
@@ -59,6 +59,12 @@ class Request:
 
 def _first_named(item: Input) -> int:
     return next(i for i, s in enumerate(item.shape) if isinstance(s, str) and s != BATCH)
+
+
+def _left_out(item: Input, sizes: Mapping[str, int]) -> torch.Tensor:
+    """What an optional input is when the caller does not pass it."""
+    shape = [sizes[s] if isinstance(s, str) else s for s in item.shape]
+    return torch.full(shape, item.pad, dtype=item.torch_dtype)
 
 
 def integers(value: Any) -> list[int] | None:
@@ -92,6 +98,7 @@ class RequestReader:
         """
         conditioning = self._conditioning(arguments)
         given = self._sizes({self.spec.state.name: state, **conditioning})
+        conditioning = {i.name: conditioning.get(i.name, _left_out(i, given)) for i in self.spec.conditioning}
         sizes = {**given, **fit(given)}
         lengths, extents = self._lengths(arguments, given)
         inputs = {}
@@ -107,14 +114,14 @@ class RequestReader:
         computed = {n for d in self.spec.dims for n in (d.length, d.extent) if n}
         wanted = {i.name: i for i in self.spec.conditioning}
         unknown = sorted(set(arguments) - set(wanted) - computed)
-        missing = sorted(n for n in wanted if arguments.get(n) is None)
+        missing = sorted(n for n, i in wanted.items() if arguments.get(n) is None and not i.optional)
         if unknown or missing:
             parts = [f"unknown {unknown}" if unknown else "", f"missing {missing}" if missing else ""]
             raise InputMismatch(
                 f"{self.where}: {', '.join(p for p in parts if p)}; this model takes {sorted(wanted)} "
                 f"and optionally {sorted(computed)}"
             )
-        return {name: self._check(item, arguments[name]) for name, item in wanted.items()}
+        return {n: self._check(item, arguments[n]) for n, item in wanted.items() if arguments.get(n) is not None}
 
     def _check(self, item: Input, tensor: Any) -> torch.Tensor:
         """Rank, dtype, device and fixed sizes; named sizes are checked once all are known."""
@@ -133,7 +140,7 @@ class RequestReader:
         """Named sizes: the state's first, then what only conditioning has; all tensors must agree."""
         state = self._check(self.spec.state, tensors[self.spec.state.name])
         given: dict[str, int] = {}
-        for item in (self.spec.state, *self.spec.conditioning):
+        for item in (self.spec.state, *(i for i in self.spec.conditioning if i.name in tensors)):
             tensor = state if item.binding == "STATE" else tensors[item.name]
             for axis, dim in enumerate(item.shape):
                 if isinstance(dim, int):
@@ -144,7 +151,7 @@ class RequestReader:
                     raise InputMismatch(f"{self.where}: {item.name} has {dim}={size}, others have {dim}={wanted}")
         if given[BATCH] < 1:
             raise InputMismatch(f"{self.where}: {self.spec.state.name} has no rows; wanted B >= 1")
-        return given
+        return {**{dim.name: dim.min for dim in self.spec.dims}, **given}
 
     def _lengths(
         self, arguments: Mapping[str, Any], given: Mapping[str, int]

@@ -29,13 +29,14 @@ from voicehub_aot.errors import (
     NoBucketFits,
     OptionUnsupported,
     ProgramNotBuilt,
+    UsageError,
     VersionUnsupported,
 )
-from voicehub_aot.guidance import EQUATIONS, is_off
+from voicehub_aot.guidance import EQUATIONS
 from voicehub_aot.program import Evaluate, Program, probe
-from voicehub_aot.region import BATCH, DTYPES, RegionSpec
+from voicehub_aot.region import BATCH, DTYPES, Dim, RegionSpec
 from voicehub_aot.request import Request, RequestReader, integers
-from voicehub_aot.sampler import Velocity, guided, steps
+from voicehub_aot.sampler import Pack, Velocity, guided, steps
 from voicehub_aot.staged import Evaluator, StagedEvaluator
 from voicehub_aot.target import check_target, torch_minor
 
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 TIME_TOLERANCE = 1e-6  # a time this close to a table row's is that row's: grids are float32
 SEEDS = (-(2**63), 2**64 - 1)  # what torch's generators take
 Overflow = Literal["error", "run"]
+Scale = float | Mapping[str, float] | None  # of guidance: for all branches, by branch, or the model's own
 
 
 class Runtime:
@@ -84,58 +86,84 @@ class Runtime:
         noise: torch.Tensor | None = None,
         seed: int | Sequence[int] | None = None,
         lengths: Sequence[int] | torch.Tensor | None = None,
+        step_noise: torch.Tensor | None = None,
         program: str | int | None = None,
-        guidance: float | None = None,
+        guidance: Scale = None,
         **conditioning: Any,
     ) -> torch.Tensor:
         """One whole request -> the final state, shaped like the noise, zero beyond each row's extent.
 
         noise: the region's state, or seed with lengths: row b is drawn from its own generator, seeded seed + b (or
         seed[b]), so the same seed gives the same bytes whatever else is in the batch. lengths: valid size of each
-        row; default all of the noise. program: a built one by name or by step count; default the first. guidance:
-        the scale; default the model's, 0 = none (half the work). conditioning: by name, see `voicehub-aot inspect`.
-        Raises InputMismatch, NoBucketFits or ProgramNotBuilt.
+        row; default all of the noise. step_noise: [K, ...] for a solver that draws K times on its way; with a seed it
+        comes from the same generators, after the noise. program: a built one by name or by step count; default the
+        first. guidance: the scale, or scales by branch; default the model's, 0 = none (that branch is not run).
+        conditioning: by name, see `voicehub-aot inspect`. Raises InputMismatch, NoBucketFits or ProgramNotBuilt.
         """
-        noise = self._noise(noise, seed, lengths)
+        if noise is None:
+            draws = 1 + len(self._program(program).noises)
+            noise, *later = self._draw(seed, lengths, conditioning, draws)
+            step_noise = torch.stack(later) if later else None
+        elif seed is not None:
+            raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
         arguments = {**conditioning, **self._lengths_argument(lengths)}
         with self._turn:
-            *_, last = self.trajectory(noise=noise, program=program, guidance=guidance, **arguments)
+            *_, last = self.trajectory(
+                noise=noise, step_noise=step_noise, program=program, guidance=guidance, **arguments
+            )
         return last
 
     def trajectory(
         self,
         *,
         noise: torch.Tensor,
+        step_noise: torch.Tensor | None = None,
         program: str | int | None = None,
-        guidance: float | None = None,
+        guidance: Scale = None,
+        start: int = 0,
+        stop: int | None = None,
         **request: Any,
     ) -> Iterator[torch.Tensor]:
         """The state after each step, cropped like `sample`'s result. request: conditioning, lengths, extents.
 
-        Takes no turn: whoever iterates it decides when it runs.
+        start, stop: run these steps of the program only, `noise` being the state before them: for a loop that changes
+        the request on its way. Takes no turn: whoever iterates it decides when it runs.
         """
         chosen = self._program(program)
-        scale = self._scale(guidance)
+        scales = self._scales(guidance)
         laid_out = self._reader.read(noise, request, self._fit)
         noise = laid_out.state.to(self.evaluator.dtype)
-        velocity = self._velocity(laid_out, chosen, scale, noise)
-        for state in steps(chosen, velocity, noise):
+        fresh = self._step_noise(chosen, step_noise, request, noise)
+        velocity = self._velocity(laid_out, chosen, scales, noise)
+        for state in steps(chosen, velocity, noise, fresh, start, stop):
             yield laid_out.crop(state)
+
+    def _step_noise(
+        self, program: Program, noise: torch.Tensor | None, request: Mapping[str, Any], like: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The program's further noises, checked and laid out as the state is."""
+        wanted, got = len(program.noises), 0 if noise is None else len(noise)
+        if wanted != got:
+            raise InputMismatch(f"{self.name}: step_noise holds {got} draws, {program.name!r} needs {wanted}")
+        drawn = () if noise is None else noise.unbind(0)
+        return [self._reader.read(one, request, self._fit).state.to(like.dtype) for one in drawn]
 
     def evaluate(
         self,
         state: torch.Tensor,
         time: float | torch.Tensor,
         *,
+        extra_times: Mapping[str, float] | None = None,
         packed: bool = False,
         flags: Mapping[str, bool] | None = None,
-        guidance: float | None = None,
+        guidance: Scale = None,
         **request: Any,
     ) -> torch.Tensor:
         """One denoiser evaluation -> velocity [B, ...] of the conditional branch.
 
-        time: one of a built program's; per row if [B]. packed: every guidance branch, packed [branches * B, ...].
-        guidance: combine the branches with this scale instead. flags: set branch flags by hand.
+        time: one of a built program's; per row if [B]. extra_times: of further time inputs, by name. packed: every
+        guidance branch, packed [branches * B, ...]. guidance: combine the branches with these scales instead. flags:
+        set branch flags by hand.
         """
         times = [float(t) for t in torch.as_tensor(time).reshape(-1)]
         with self._turn:
@@ -143,14 +171,14 @@ class Runtime:
             if len(times) not in (1, laid_out.batch):
                 raise InputMismatch(f"{self.name}: time has {len(times)} values, wanted 1 or {laid_out.batch}")
             branches = self._branches if packed or guidance is not None else 1
-            inputs = laid_out.packed(branches)
+            inputs = laid_out.packed(range(branches))
             for name, value in (flags or {}).items() if not packed else ():
                 inputs[name] = torch.full_like(inputs[name], value)
             whole = laid_out.state.repeat(branches, *(1,) * (laid_out.state.dim() - 1))
             rows = times * (branches if len(times) > 1 else 1)
-            velocity = self._at_times(inputs, whole, rows, laid_out.sizes)
+            velocity = self._at_times(inputs, whole, rows, extra_times or {}, laid_out.sizes)
             if guidance is not None and self.spec.guidance is not None:
-                velocity = EQUATIONS[self.spec.guidance.equation](velocity, guidance)
+                velocity = EQUATIONS[self.spec.guidance.equation](velocity, tuple(self._scales(guidance).values()))
             blocks = torch.split(velocity, laid_out.batch)
             return torch.cat([laid_out.crop(block) for block in blocks])
 
@@ -159,9 +187,11 @@ class Runtime:
         program = next(iter(self.programs.values()))
         with self._turn:
             laid_out = self._reader.read(state, request, self._fit)
-            inputs = laid_out.packed(self._branches)
+            inputs = laid_out.packed(range(self._branches))
             whole = laid_out.state.repeat(self._branches, *(1,) * (laid_out.state.dim() - 1))
             values = self.evaluator.prepare(inputs, program, laid_out.sizes).exposed(whole)
+            if self.spec.main_dim is None:
+                return values
             frames = laid_out.given[self.spec.main_dim]
             return {name: value.narrow(1, 0, frames) for name, value in values.items()}
 
@@ -169,8 +199,10 @@ class Runtime:
         """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
         laid_out = self._reader.read(state, request, self._fit)
         noise = laid_out.state.to(self.evaluator.dtype)
-        velocity = self._velocity(laid_out, self._program(program), self._scale(None), noise)
-        return lambda: velocity(row, noise, True)
+        velocity = self._velocity(laid_out, self._program(program), self._scales(None), noise)
+        instructions = self._program(program).instructions
+        against = next(i.against for i in instructions if isinstance(i, Evaluate) and i.row == row)
+        return lambda: velocity(row, noise, against)
 
     def engine_at(self, **sizes: int) -> str:
         """Name of the engine that evaluates a request of these sizes, by dimension."""
@@ -184,23 +216,40 @@ class Runtime:
     def _branches(self) -> int:
         return len(self.spec.guidance.branches) if self.spec.guidance else 1
 
-    def _velocity(self, request: Request, program: Program, scale: float, like: torch.Tensor) -> Velocity:
+    def _velocity(
+        self, request: Request, program: Program, scales: Mapping[str, float], like: torch.Tensor
+    ) -> Velocity:
+        """Prepares the branches that some step of the program evaluates, once."""
         guidance = self.spec.guidance
-        if guidance is None or is_off(guidance, scale):
-            single = self.evaluator.prepare(request.packed(1), program, request.sizes)
+        if guidance is None:
+            single = self.evaluator.prepare(request.packed([0]), program, request.sizes)
             return lambda row, state, _: single.velocity(row, state)
-        prepared = self.evaluator.prepare(request.packed(self._branches), program, request.sizes)
-        needs_single = any(isinstance(i, Evaluate) and not i.guided for i in program.instructions)
-        single = prepared.first_rows(request.batch) if needs_single else prepared
-        return guided(prepared.velocity, single.velocity, guidance, scale, like)
+        wanted = {i.against for i in program.instructions if isinstance(i, Evaluate)}
+        parts = {against: guidance.taking_part(against, scales) for against in wanted}
+        every = sorted({branch for part in parts.values() for branch in part})
+        prepared = self.evaluator.prepare(request.packed(every), program, request.sizes)
+        by_part = {
+            part: prepared
+            if list(part) == every
+            else prepared.blocks([every.index(branch) for branch in part], request.batch)
+            for part in parts.values()
+        }
+        values = [scales.get(branch.name, 0.0) for branch in guidance.branches]
+        packs = {a: Pack(by_part[part].velocity, tuple(values[b] for b in part[1:])) for a, part in parts.items()}
+        return guided(packs, guidance.equation, like)
 
     def _at_times(
-        self, inputs: Mapping[str, torch.Tensor], state: torch.Tensor, times: Sequence[float], sizes: Mapping[str, int]
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        state: torch.Tensor,
+        times: Sequence[float],
+        extra_times: Mapping[str, float],
+        sizes: Mapping[str, int],
     ) -> torch.Tensor:
         """Velocity where rows may have different times: one evaluation per distinct time, its rows kept."""
         result: torch.Tensor | None = None
         for time in dict.fromkeys(times):
-            program, row = self._locate(time)
+            program, row = self._locate(time, extra_times)
             velocity = self.evaluator.prepare(inputs, program, sizes).velocity(row, state)
             if len(times) == 1 or result is None:
                 result = velocity
@@ -210,19 +259,27 @@ class Runtime:
         assert result is not None
         return result
 
-    def _locate(self, time: float) -> tuple[Program, int]:
-        """The table row for a time."""
+    def _locate(self, time: float, extra_times: Mapping[str, float]) -> tuple[Program, int]:
+        """The table row for a time, and for the values of the region's further time inputs."""
+        clocks = {i.name for i in self.spec.inputs if i.binding == "TIME"} - {self.spec.time.name}
+        if set(extra_times) != clocks:
+            raise InputMismatch(f"{self.name}: extra_times has {sorted(extra_times)}, wanted {sorted(clocks)}")
         if self.evaluator.any_time:
-            return probe([time]), 0
+            return probe([time], {name: [float(value)] for name, value in extra_times.items()}), 0
+        wanted = {self.spec.time.name: time, **extra_times}
         best = min(
             (
-                (abs(t - time), program, row)
+                (
+                    max(abs(t - wanted[name]) for name, t in program.clock(row, self.spec.time.name).items()),
+                    program,
+                    row,
+                )
                 for program in self.programs.values()
-                for row, t in enumerate(program.times)
+                for row in range(len(program.times))
             ),
             key=lambda found: found[0],
         )
-        if not best[0] <= TIME_TOLERANCE:  # a time that is not a number is near nothing
+        if not best[0] <= TIME_TOLERANCE * max(1.0, abs(time)):  # a time that is not a number is near nothing
             raise ProgramNotBuilt(
                 f"{self.name}: time {time!r} is no evaluation time of the built programs {list(self.programs)} "
                 f"(nearest {best[1].times[best[2]]!r}); rebuild with the step count and schedule of your loop"
@@ -240,39 +297,42 @@ class Runtime:
             )
         return matching[0]
 
-    def _scale(self, guidance: float | None) -> float:
+    def _scales(self, guidance: Scale) -> dict[str, float]:
+        """The scale of each guidance branch."""
         if self.spec.guidance is None:
             if guidance is not None:
                 raise InputMismatch(f"{self.name}: guidance={guidance!r}, but this model has no guidance; leave it out")
-            return 0.0
+            return {}
         try:
-            scale = self.spec.guidance.scale if guidance is None else float(guidance)
-        except (TypeError, ValueError):
-            scale = math.nan
-        if not math.isfinite(scale):
-            raise InputMismatch(f"{self.name}: guidance={guidance!r}, wanted a finite number")
-        return scale
+            return self.spec.guidance.scales(guidance)
+        except UsageError as error:
+            raise InputMismatch(f"{self.name}: {error}") from error
 
     def _lengths_argument(self, lengths: Sequence[int] | torch.Tensor | None) -> dict[str, Any]:
-        name = self.spec.dim(self.spec.main_dim).length
-        return {name: lengths} if name and lengths is not None else {}
-
-    def _noise(
-        self, noise: torch.Tensor | None, seed: int | Sequence[int] | None, lengths: Sequence[int] | torch.Tensor | None
-    ) -> torch.Tensor:
-        if (noise is None) == (seed is None):
-            raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
-        if noise is not None:
-            return noise
         if lengths is None:
-            raise InputMismatch(f"{self.name}: a seed needs lengths, one per row")
-        numbers = integers(lengths)
-        if numbers is None:
-            raise InputMismatch(f"{self.name}: lengths={lengths!r}, wanted integers, one per row")
-        dim = self.spec.dim(self.spec.main_dim)
-        for number in numbers:
-            if not dim.min <= number <= dim.max:
-                raise InputMismatch(f"{self.name}: length {number}, wanted {dim.min} to {dim.max} {dim.name}")
+            return {}
+        if self.spec.main is None:
+            raise InputMismatch(
+                f"{self.name}: lengths={lengths!r}, but rows of this model have no length; leave it out"
+            )
+        return {self.spec.main.length: lengths} if self.spec.main.length else {}
+
+    def _draw(
+        self,
+        seed: int | Sequence[int] | None,
+        lengths: Sequence[int] | torch.Tensor | None,
+        conditioning: Mapping[str, Any],
+        draws: int,
+    ) -> list[torch.Tensor]:
+        """`draws` times the state's noise; each row from its own generator, one draw after the other."""
+        item, main = self.spec.state, self.spec.main
+        if seed is None:
+            raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
+        if main is None or main.name not in item.shape:
+            rows = [t for t in conditioning.values() if isinstance(t, torch.Tensor) and t.dim()]
+            numbers = [0] * (len(rows[0]) if rows else 0)
+        else:
+            numbers = self._valid_lengths(lengths, main)
         seeds = integers(seed) or []
         if not isinstance(seed, Sequence) and len(seeds) == 1:
             seeds = [seeds[0] + row for row in range(len(numbers))]
@@ -280,15 +340,26 @@ class Runtime:
             raise InputMismatch(
                 f"{self.name}: seed={seed!r}, wanted one integer or {len(numbers)}, one per row, of 64 bits"
             )
-        item, longest = self.spec.state, max(numbers, default=0)
-        axis = item.shape.index(dim.name)
-        shape = [longest if s == dim.name else s for s in item.shape[1:]]
-        drawn = torch.zeros([len(numbers), *shape])  # type: ignore[list-item]
+        whole = [max(numbers, default=0) if isinstance(s, str) else s for s in item.shape[1:]]
+        drawn = [torch.zeros([len(numbers), *whole]) for _ in range(draws)]
         for row, (own, number) in enumerate(zip(seeds, numbers, strict=True)):
             generator = torch.Generator().manual_seed(own)
-            size = [number if s == dim.name else s for s in item.shape[1:]]
-            drawn[row].narrow(axis - 1, 0, number).copy_(torch.randn(size, generator=generator))  # type: ignore[arg-type]
+            size = [number if isinstance(s, str) else s for s in item.shape[1:]]
+            for noise in drawn:
+                place = tuple(slice(n) for n in size)
+                noise[row][place] = torch.randn(size, generator=generator)
         return drawn
+
+    def _valid_lengths(self, lengths: Sequence[int] | torch.Tensor | None, dim: Dim) -> list[int]:
+        if lengths is None:
+            raise InputMismatch(f"{self.name}: a seed needs lengths, one per row")
+        numbers = integers(lengths)
+        if numbers is None:
+            raise InputMismatch(f"{self.name}: lengths={lengths!r}, wanted integers, one per row")
+        for number in numbers:
+            if not dim.min <= number <= dim.max:
+                raise InputMismatch(f"{self.name}: length {number}, wanted {dim.min} to {dim.max} {dim.name}")
+        return numbers
 
     def _fit(self, given: Mapping[str, int]) -> dict[str, int]:
         """Padded sizes: the bucket's for static engines, the request's own for a dynamic one. Checks the promise."""

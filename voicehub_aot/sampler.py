@@ -2,52 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from voicehub_aot.guidance import EQUATIONS, Guidance
+from voicehub_aot.guidance import EQUATIONS
 from voicehub_aot.kernels.combine import combine
 from voicehub_aot.program import STATE, Evaluate, Program
 
-# (table row, state [B, ...], guided) -> velocity [B, ...]
-Velocity = Callable[[int, torch.Tensor, bool], torch.Tensor]
+Against = tuple[str, ...] | None  # as in `Evaluate`
+# (table row, state [B, ...], branches to guide against) -> velocity [B, ...]
+Velocity = Callable[[int, torch.Tensor, Against], torch.Tensor]
 
 
-def steps(program: Program, velocity: Velocity, noise: torch.Tensor) -> Iterator[torch.Tensor]:
-    """noise: [B, ...]. Yields the state after each step; the last one is the result."""
-    registers = {STATE: noise}
-    for instruction in program.instructions:
-        if isinstance(instruction, Evaluate):
-            value = velocity(instruction.row, registers[instruction.x], instruction.guided)
-        else:
-            value = combine([(registers[name], coefficient) for name, coefficient in instruction.terms])
-        registers[instruction.out] = value
-        if instruction.out == STATE:
-            yield value
+def steps(
+    program: Program,
+    velocity: Velocity,
+    noise: torch.Tensor,
+    step_noise: Sequence[torch.Tensor] = (),
+    start: int = 0,
+    stop: int | None = None,
+) -> Iterator[torch.Tensor]:
+    """noise: [B, ...], or the state after `start` steps. step_noise: the program's `noises`, each like the noise.
 
-
-def guided(
-    packed_velocity: Callable[[int, torch.Tensor], torch.Tensor],
-    conditional_velocity: Callable[[int, torch.Tensor], torch.Tensor],
-    guidance: Guidance,
-    scale: float,
-    like: torch.Tensor,
-) -> Velocity:
-    """A velocity that packs every branch into one evaluation and combines them.
-
-    packed_velocity takes [branches * B, ...], conditional_velocity [B, ...]. like: a state [B, ...]; its copy for all
-    branches is allocated once, here.
+    Yields the state after each step from `start` to before `stop`; the last one is the result. A program is resumed
+    only where no step reads what an earlier one left behind, the state apart.
     """
-    branches = len(guidance.branches)
-    packed = like.new_empty((branches, *like.shape))
-    flat = packed.flatten(0, 1)
-    equation = EQUATIONS[guidance.equation]
+    registers = {STATE: noise, **dict(zip(program.noises, step_noise, strict=True))}
+    done = 0
+    for instruction in program.instructions:
+        if start <= done and (stop is None or done < stop):
+            if isinstance(instruction, Evaluate):
+                value = velocity(instruction.row, registers[instruction.x], instruction.against)
+            else:
+                value = combine([(registers[name], factor) for name, factor in instruction.terms])
+            registers[instruction.out] = value
+            if instruction.out == STATE:
+                yield value
+        done += instruction.out == STATE
 
-    def velocity(row: int, state: torch.Tensor, is_guided: bool) -> torch.Tensor:
-        if not is_guided:
-            return conditional_velocity(row, state)
+
+@dataclass(frozen=True)
+class Pack:
+    """Branches evaluated at once. velocity: (table row, [(1 + K) B, ...]) -> alike. scales: of the K others."""
+
+    velocity: Callable[[int, torch.Tensor], torch.Tensor]
+    scales: tuple[float, ...]
+
+
+def guided(packs: Mapping[Against, Pack], equation: str, like: torch.Tensor) -> Velocity:
+    """A velocity that evaluates the branches an instruction names at once and combines them.
+
+    packs: by `Evaluate.against`. like: a state [B, ...]; its copies for all branches are allocated once, here.
+    """
+    most = max(1 + len(pack.scales) for pack in packs.values())
+    copies = like.new_empty((most, *like.shape))
+    combined = EQUATIONS[equation]
+
+    def velocity(row: int, state: torch.Tensor, against: Against) -> torch.Tensor:
+        pack = packs[against]
+        if not pack.scales:
+            return pack.velocity(row, state)
+        packed = copies[: 1 + len(pack.scales)]
         packed.copy_(state)
-        return equation(packed_velocity(row, flat), scale)
+        return combined(pack.velocity(row, packed.flatten(0, 1)), pack.scales)
 
     return velocity

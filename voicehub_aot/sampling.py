@@ -30,7 +30,7 @@ def sample_to_file(
     inputs: Path | None,
     random: bool,
     program: str | int | None,
-    guidance: float | None,
+    guidance: float | dict[str, float] | None,
     threads: int | None,
 ) -> dict[str, Any]:
     """Sample and write {"latent": …} to `output`, whole or not at all. Returns what was done, for display."""
@@ -44,7 +44,8 @@ def sample_to_file(
     reserved = sorted({"seed", "lengths", "program", "guidance"} & set(request))
     if reserved:
         raise UsageError(f"--inputs {str(inputs)!r}: holds {reserved}; give these as options")
-    if noise is None and not lengths:
+    sized = runtime.spec.main is not None and runtime.spec.main.name in runtime.spec.state.shape
+    if noise is None and sized and not lengths:
         raise UsageError("give --length for each row, or a tensor `noise` in --inputs")
     result = runtime.sample(
         noise=noise,
@@ -74,6 +75,19 @@ def sample_to_file(
     }
 
 
+def parse_guidance(texts: Sequence[str] | None) -> float | dict[str, float] | None:
+    """--guidance: one SCALE, or BRANCH=SCALE repeated."""
+    if not texts:
+        return None
+    named = [text.partition("=") for text in texts]
+    try:
+        if len(texts) == 1 and not named[0][1]:
+            return float(texts[0])
+        return {name: float(value) for name, _, value in named}
+    except ValueError as error:
+        raise UsageError(f"--guidance {' '.join(texts)!r}: wanted a number, or BRANCH=NUMBER repeated") from error
+
+
 def _read(file: Path | None) -> dict[str, torch.Tensor]:
     try:
         return dict(load_file(file or Path()))
@@ -82,14 +96,15 @@ def _read(file: Path | None) -> dict[str, torch.Tensor]:
 
 
 def _random_conditioning(runtime: Runtime, lengths: Sequence[int], seed: int) -> dict[str, Any]:
-    spec = runtime.spec
-    if not lengths:
-        raise UsageError("--random needs --length for each row")
-    dim = spec.dim(spec.main_dim)
-    outside = [n for n in lengths if not dim.min <= n <= dim.max]
-    if outside:
-        raise UsageError(f"--length {outside[0]}: wanted {dim.min} to {dim.max} {dim.name}")
-    sizes = {d.name: min(d.max, RANDOM_TEXT) for d in spec.dims} | {"B": len(lengths), spec.main_dim: max(lengths)}
+    spec, dim = runtime.spec, runtime.spec.main
+    sizes = {d.name: min(d.max, RANDOM_TEXT) for d in spec.dims} | {"B": max(1, len(lengths))}
+    if dim is not None:
+        if not lengths:
+            raise UsageError("--random needs --length for each row")
+        outside = [n for n in lengths if not dim.min <= n <= dim.max]
+        if outside:
+            raise UsageError(f"--length {outside[0]}: wanted {dim.min} to {dim.max} {dim.name}")
+        sizes[dim.name] = max(lengths)
     case = parity.Case(
         name="random", check="evaluation", bucket={}, sizes=sizes, lengths=tuple(lengths), program="", row=None,
         guided=False, seed=seed, budget=0.0,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from voicehub_aot import adapters, bucket, engines
 from voicehub_aot.assembly import Model
 from voicehub_aot.compilation import MAX_EVALUATIONS, Options
 from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
+from voicehub_aot.export import MAX_ROWS
 from voicehub_aot.runtime import usable_threads
 from voicehub_aot.target import default_target, parse_target
 
@@ -31,9 +33,7 @@ class BuildSettings(BaseModel):
     checkpoint: str | None = None
     buckets: list[str] | str | None = None
     steps: str | None = None
-    solver: str | None = None
-    grid: str | None = None
-    sway: float | None = None
+    options: dict[str, bool | int | float | str | None] = {}
     engine: str | None = None
     engine_budget: float | None = None
     weights_mode: str | None = None
@@ -72,9 +72,6 @@ def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
         "checkpoint": settings.checkpoint,
         "buckets": [f"{axis}={','.join(map(str, sizes))}" for axis, sizes in options.buckets.axes.items()],
         "steps": ",".join(str(p.steps) for p in options.programs),
-        "solver": options.programs[0].solver,
-        "grid": settings.grid,
-        "sway": settings.sway,
         "engine": AUTO if options.auto else ",".join(options.engines),
         "engine_budget": options.engine_budget if options.engine_budget < math.inf else None,
         "weights_mode": options.weights_mode,
@@ -83,6 +80,8 @@ def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
         "jobs": options.jobs,
     }
     lines = [f"{name} = {_toml(value)}" for name, value in resolved.items() if value is not None]
+    if settings.options:
+        lines += ["[options]", *(f"{name} = {_toml(value)}" for name, value in settings.options.items())]
     return "\n".join([f"# voicehub-aot build {model.name} --from config.toml", *lines]) + "\n"
 
 
@@ -91,7 +90,23 @@ def _toml(value: Any) -> str:
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return str(value)
+    return json.dumps(value)
+
+
+def parse_options(texts: Sequence[str] | None) -> dict[str, Any] | None:
+    """--option NAME=VALUE, repeated: values are JSON where they can be (true, 0.5, null), else text."""
+    if not texts:
+        return None
+    parsed: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name or name in parsed:
+            raise UsageError(f"--option {text!r}: wanted NAME=VALUE, each name once")
+        try:
+            parsed[name] = json.loads(value)
+        except ValueError:
+            parsed[name] = value
+    return parsed
 
 
 def options(
@@ -110,19 +125,23 @@ def options(
     if lengths is not None:
         if settings.buckets:
             raise UsageError("give either --buckets or --histogram")
-        top = spec.dim(spec.main_dim).max
-        sizes = bucket.choose_buckets(lengths, max_buckets, multiple_of, top)
-        promised = bucket.Buckets(axes={spec.main_dim: sizes})
+        if spec.main is None:
+            raise UsageError(
+                f"--histogram: rows of {model.name} have no length; promise numbers of rows: --buckets 1,2"
+            )
+        sizes = bucket.choose_buckets(lengths, max_buckets, multiple_of, spec.main.max)
+        promised = bucket.Buckets(axes={spec.main.name: sizes})
     elif settings.buckets:
         texts = [settings.buckets] if isinstance(settings.buckets, str) else settings.buckets
-        promised = bucket.parse_buckets(texts, spec.main_dim, [*(d.name for d in spec.dims), "batch"])
+        axes = [*(d.name for d in spec.dims), bucket.BATCH]
+        promised = bucket.parse_buckets(texts, spec.main_dim or bucket.BATCH, axes)
     else:
-        limits = {d.name: d.max for d in spec.dims}
-        axes = {a: tuple(s for s in sizes if s <= limits[a]) for a, sizes in adapter.DEFAULT_BUCKETS.items()}
-        promised = bucket.Buckets(axes={a: sizes for a, sizes in axes.items() if sizes})
+        limits = {bucket.BATCH: MAX_ROWS, **{d.name: d.max for d in spec.dims}}
+        within = {a: tuple(s for s in sizes if s <= limits[a]) for a, sizes in adapter.DEFAULT_BUCKETS.items()}
+        promised = bucket.Buckets(axes={a: sizes for a, sizes in within.items() if sizes})
     bucket.check_buckets(promised, spec)
     counts = _step_counts(settings.steps, adapter.DEFAULT_STEPS)
-    programs = tuple(adapter.program(n, solver=settings.solver, grid=settings.grid, sway=settings.sway) for n in counts)
+    programs = tuple(adapter.program(n, **settings.options) for n in counts)
     longest = max(programs, key=lambda p: len(p.times))
     if len(longest.times) > MAX_EVALUATIONS:
         raise UsageError(f"--steps: {longest.name} has {len(longest.times)} evaluations, at most {MAX_EVALUATIONS}")

@@ -23,7 +23,8 @@ class Prepared(Protocol):
 
     def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]: ...
 
-    def first_rows(self, rows: int) -> Prepared: ...
+    def blocks(self, wanted: Sequence[int], rows: int) -> Prepared:
+        """The same request with some of its row blocks, each of `rows` rows: guidance branches, say."""
 
 
 class Evaluator(Protocol):
@@ -111,13 +112,12 @@ class StagedPrepared:
     def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: self.values[name] for name in self.spec.outputs[1:]}
 
-    def first_rows(self, rows: int) -> StagedPrepared:
-        """The same request with the conditional branch alone."""
+    def blocks(self, wanted: Sequence[int], rows: int) -> StagedPrepared:
         values, stacked = dict(self.values), dict(self.rows)
-        for wanted in self.step.inputs:
-            if BATCH in wanted.shape and wanted.name in values:
-                values[wanted.name] = values[wanted.name].narrow(wanted.shape.index(BATCH), 0, rows).contiguous()
-            elif BATCH in wanted.shape and wanted.name in stacked:
-                axis = wanted.shape.index(BATCH) + 1
-                stacked[wanted.name] = stacked[wanted.name].narrow(axis, 0, rows).contiguous()
+        kept = torch.cat([torch.arange(block * rows, (block + 1) * rows) for block in wanted])
+        for value in self.step.inputs:
+            if BATCH in value.shape and value.name in values:
+                values[value.name] = values[value.name].index_select(value.shape.index(BATCH), kept)
+            elif BATCH in value.shape and value.name in stacked:
+                stacked[value.name] = stacked[value.name].index_select(value.shape.index(BATCH) + 1, kept)
         return StagedPrepared(self.spec, self.step, self.engine, values, stacked, self.evaluations)

@@ -343,7 +343,7 @@ def test_the_default_program_is_the_released_inference() -> None:
     assert program.schedule[1] == pytest.approx(1 - torch.cos(torch.tensor(torch.pi / 64)).item(), abs=1e-7)
     assert f5tts.program(4, solver="midpoint", grid="linear", sway=0.0).schedule == (0, 0.25, 0.5, 0.75, 1)
     for unknown in ({"solver": "heun"}, {"grid": "cosine"}):
-        with pytest.raises(OptionUnsupported, match="known are"):
+        with pytest.raises(OptionUnsupported, match="choose one of"):
             f5tts.program(4, **unknown)  # type: ignore[arg-type]
 
 

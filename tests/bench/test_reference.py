@@ -25,7 +25,7 @@ def plain(bench, case):
     model = from_case(case)
     guidance = model.region.spec.guidance
     weights = model.region.module.state_dict()
-    return bench("reference").plain(model.name, model.config, guidance.scale if guidance else 0.0, weights)
+    return bench("reference").plain(model.name, model.config, guidance.others[0].scale if guidance else 0.0, weights)
 
 
 @pytest.mark.parametrize("name", ["region_tiny", "region_tiny_cfg", "region_tiny_full"])

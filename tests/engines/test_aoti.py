@@ -13,8 +13,8 @@ from voicehub_aot.compilation import Options, compile_all, plan_jobs
 from voicehub_aot.engines import Source, aoti
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed
 from voicehub_aot.export import export_region
-from voicehub_aot.program import euler
 from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler
 from voicehub_aot.stage import split
 from voicehub_aot.target import default_target, parse_target
 

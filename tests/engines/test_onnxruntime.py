@@ -20,9 +20,9 @@ from voicehub_aot.engines import WEIGHTS, Source, _onnx
 from voicehub_aot.engines import onnxruntime as engine
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, MissingDependency
 from voicehub_aot.export import example_inputs
-from voicehub_aot.program import euler
 from voicehub_aot.runtime import load
 from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler
 from voicehub_aot.target import default_target, parse_target
 
 

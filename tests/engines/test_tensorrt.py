@@ -25,9 +25,9 @@ from voicehub_aot.errors import (
     VersionUnsupported,
 )
 from voicehub_aot.export import export_program, export_region, named_dims
-from voicehub_aot.program import euler
 from voicehub_aot.region import TensorSpec
 from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler
 from voicehub_aot.stage import split
 from voicehub_aot.target import default_target, parse_target
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,10 @@ class EagerPrepared:
     program: Program
 
     def _call(self, row: int, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        spec = self.evaluator.region.spec
-        time = torch.tensor([self.program.times[row]], dtype=self.evaluator.dtype)
+        spec, dtype = self.evaluator.region.spec, self.evaluator.dtype
+        clock = {n: torch.tensor([t], dtype=dtype) for n, t in self.program.clock(row, spec.time.name).items()}
         with torch.no_grad():
-            result = self.evaluator.region.module(
-                **{spec.state.name: state.to(self.evaluator.dtype), spec.time.name: time}, **self.inputs
-            )
+            result = self.evaluator.region.module(**{spec.state.name: state.to(dtype)}, **clock, **self.inputs)
         return result if isinstance(result, tuple) else (result,)
 
     def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor:
@@ -53,5 +51,6 @@ class EagerPrepared:
         names = self.evaluator.region.spec.outputs[1:]
         return dict(zip(names, self._call(0, state)[1:], strict=True)) if names else {}
 
-    def first_rows(self, rows: int) -> EagerPrepared:
-        return EagerPrepared(self.evaluator, {n: t[:rows] for n, t in self.inputs.items()}, self.program)
+    def blocks(self, wanted: Sequence[int], rows: int) -> EagerPrepared:
+        kept = torch.cat([torch.arange(block * rows, (block + 1) * rows) for block in wanted])
+        return EagerPrepared(self.evaluator, {n: t.index_select(0, kept) for n, t in self.inputs.items()}, self.program)
