@@ -159,7 +159,7 @@ MODES = ("independent", "joint", "alternating")
 CHOICES = {"cfg_guidance_mode": MODES, "t_schedule_mode": ("linear", "sway"), "time_dtype": sampling.TIME_DTYPES}
 PROGRAM_OPTIONS: Mapping[str, Any] = {
     "cfg_guidance_mode": "independent",
-    "conditions": "text,speaker",
+    "conditions": None,
     "cfg_min_t": 0.5,
     "cfg_max_t": 1.0,
     "t_schedule_mode": "linear",
@@ -174,22 +174,23 @@ def program(steps: int, **options: Any) -> Program:
     """Euler from time 0.999 to 0, guided while cfg_min_t <= t <= cfg_max_t, without guidance outside.
 
     cfg_guidance_mode: "independent" guides against each of `conditions` at once, "joint" against the unconditional
-    branch, "alternating" against one of `conditions` a step, in turn. conditions: comma-separated, those of the model
-    that are guided (text, speaker, caption). sway_coeff: for t_schedule_mode "sway". rescale_k with rescale_sigma:
-    the temporal score rescale. time_dtype: as which upstream's model is given its times, float32 or bfloat16.
+    branch, "alternating" against one of `conditions` a step, in turn. conditions: comma-separated, those that are
+    guided (text, speaker, caption); default all that the model has. sway_coeff: for t_schedule_mode "sway". rescale_k
+    with rescale_sigma: the temporal score rescale. time_dtype: as which upstream's model is given its times, float32
+    or bfloat16.
     """
     o = check_options(NAME, PROGRAM_OPTIONS, options, CHOICES)
-    conditions = tuple(name.strip() for name in o["conditions"].split(",") if name.strip())
-    if unknown := sorted(set(conditions) - set(SCALES)):
-        raise OptionUnsupported(f"{NAME}: conditions={o['conditions']!r}, but {unknown!r} are none of {list(SCALES)!r}")
+    mode, conditions = o["cfg_guidance_mode"], _conditions(o["conditions"])
+    if mode == "alternating" and o["conditions"] is None:
+        raise OptionUnsupported(f"{NAME}: cfg_guidance_mode='alternating' takes turns: name the model's conditions")
     schedule = _schedule(steps, o["sway_coeff"] if o["t_schedule_mode"] == "sway" else None)
 
     def against(step: int) -> tuple[str, ...]:
         if not conditions or not o["cfg_min_t"] <= schedule.times[step] <= o["cfg_max_t"]:
             return ()
-        if o["cfg_guidance_mode"] == "joint":
+        if mode == "joint":
             return (JOINT,)
-        return conditions if o["cfg_guidance_mode"] == "independent" else (conditions[step % len(conditions)],)
+        return conditions if mode == "independent" else (conditions[step % len(conditions)],)
 
     return euler(
         schedule,
@@ -197,6 +198,15 @@ def program(steps: int, **options: Any) -> Program:
         against=against,
         rescale=sampling.rescale(NAME, o["rescale_k"], o["rescale_sigma"]),
     )
+
+
+def _conditions(names: str | None) -> tuple[str, ...]:
+    if names is None:
+        return tuple(SCALES)  # a branch that a model does not have is left out
+    conditions = tuple(name.strip() for name in names.split(",") if name.strip())
+    if unknown := sorted(set(conditions) - set(SCALES)):
+        raise OptionUnsupported(f"{NAME}: conditions={names!r}, but {unknown!r} are none of {list(SCALES)!r}")
+    return conditions
 
 
 def _schedule(steps: int, sway: float | None) -> Schedule:

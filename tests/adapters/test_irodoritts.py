@@ -259,7 +259,7 @@ def test_the_default_program_is_the_released_loop() -> None:
     program = irodoritts.program(40)
     assert (program.evaluations, program.schedule[0], program.schedule[-1]) == (40, pytest.approx(0.999), 0.0)
     assert program.times == program.schedule[:-1]
-    assert branches(program) == [("text", "speaker")] * 20 + [()] * 20
+    assert branches(program) == [("text", "speaker", "caption")] * 20 + [()] * 20
 
 
 def test_the_sway_grid_is_dense_at_the_noise() -> None:
@@ -276,6 +276,8 @@ def test_modes_choose_the_branches_of_each_step() -> None:
     options = {"cfg_guidance_mode": "alternating", "conditions": "text,speaker,caption", "cfg_min_t": 0.0}
     assert branches(irodoritts.program(4, **options)) == [("text",), ("speaker",), ("caption",), ("text",)]
     assert branches(irodoritts.program(2, conditions="")) == [(), ()]
+    with pytest.raises(OptionUnsupported, match="name the model's conditions"):
+        irodoritts.program(2, cfg_guidance_mode="alternating")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +294,18 @@ def test_modes_choose_the_branches_of_each_step() -> None:
 def test_unknown_options_and_values_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(OptionUnsupported, match=next(iter(options))):
         irodoritts.program(4, **options)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_default_program_guides_against_what_the_model_has(name: str) -> None:
+    config, program = VARIANTS[name], irodoritts.program(2)
+    runtime, inputs = runtime_of(region_of(config), program), request(config)
+    x, given, (t, after, *_) = inputs["x_t"], conditioning(inputs), program.schedule
+    c, *others, _ = runtime.evaluate(x, t, packed=True, **given).chunk(2 + len(config.conditions))
+    scales = [irodoritts.SCALES[condition] for condition in config.conditions]
+    guided = c + sum(s * (c - other) for s, other in zip(scales, others, strict=True))
+    first = next(iter(runtime.trajectory(noise=x, **given)))
+    torch.testing.assert_close(first, x + (after - t) * guided, atol=1e-4, rtol=1e-5)
 
 
 def test_each_mode_guides_with_the_scales_of_its_branches() -> None:
