@@ -104,17 +104,24 @@ def _guidance(config: Config) -> Guidance:
 
 
 def _call(config: Config) -> Call:
-    states = [f"{name}_{part}" for name in config.conditions for part in ("state", "mask")]
+    """Upstream passes None for the conditions that a model does not have."""
+
+    def condition(name: str, part: str) -> Parameter:
+        if name in config.conditions:
+            return Parameter(name=f"{name}_{part}", kind="tensor", feeds=f"{name}_{part}")
+        return Parameter(name=f"{name}_{part}", kind="ignored", required=False)
+
     return Call(
         parameters=(
             Parameter(name="x_t", kind="tensor", feeds="x_t"),
             Parameter(name="t", kind="time"),
-            *(Parameter(name=name, kind="tensor", feeds=name) for name in states),
+            *(condition(name, part) for name in SCALES for part in ("state", "mask")),
             Parameter(name="latent_mask", kind="mask", feeds="frames", required=False),
             Parameter(name="context_kv_cache", kind="ignored", required=False),
         ),
         returns="velocity",
-        source="Aratako/Irodori-TTS eaf74d6a, irodori_tts/model.py, TextToLatentRFDiT.forward_with_encoded_conditions",
+        source="Aratako/Irodori-TTS eaf74d6a, irodori_tts/model.py, TextToLatentRFDiT.forward_with_encoded_conditions; "
+        "speaker scaling is an input here, not in the cache",
     )
 
 

@@ -329,6 +329,15 @@ def test_each_mode_guides_with_the_scales_of_its_branches() -> None:
 # --- upstream's call, and the split
 
 
+def test_the_denoiser_takes_none_for_what_the_model_does_not_have() -> None:
+    config = VARIANTS["caption"]
+    runtime, inputs = runtime_of(region_of(config), irodoritts.program(4)), request(config)
+    given = conditioning(inputs)
+    text, caption = (tuple(given[f"{name}_{part}"] for part in ("state", "mask")) for name in ("text", "caption"))
+    got = runtime.denoiser()(inputs["x_t"], torch.tensor([0.3]), *text, None, None, *caption)
+    torch.testing.assert_close(got, runtime.evaluate(inputs["x_t"], 0.3, **given), atol=0, rtol=0)
+
+
 def test_the_denoiser_takes_upstreams_call() -> None:
     runtime, inputs = runtime_of(region_of(CAPTION), irodoritts.program(4)), request(CAPTION, rows=2)
     given = conditioning(inputs)
