@@ -326,8 +326,11 @@ def split(source: fx.GraphModule, spec: RegionSpec, symbols: Mapping[str, str]) 
         return known[node] == Binding.TIME
 
     def stored(nodes: Iterable[fx.Node], kind: Callable[[fx.Node], bool]) -> list[fx.Node]:
-        """Those of `nodes` that must come from a stage of `kind`, in graph order, without raw inputs."""
-        wanted = {n for n in nodes if n.op != "placeholder" and kind(n)}
+        """Those of `nodes` that must come from a stage of `kind`, in graph order.
+
+        Raw inputs are a request's own, but for times: a request brings none, so the table hands them on.
+        """
+        wanted = {n for n in nodes if (n.op != "placeholder" or is_time(n)) and kind(n)}
         return [n for n in source.graph.nodes if n in wanted]
 
     _, into_step = work.needs(results[:1], is_state)
@@ -341,7 +344,7 @@ def split(source: fx.GraphModule, spec: RegionSpec, symbols: Mapping[str, str]) 
     prepare = work.build(
         "prepare", request + results[1:], is_request, [n.name for n in request] + list(spec.outputs[1:])
     )
-    table = work.build("table", time, is_time, [n.name for n in time])
+    table = work.build("table", time, is_time, [value_name(n) for n in time])
     staged = Staged(spec, table, prepare, rows, step, work.folded)
     return replace(staged, error=check(staged, source))
 
