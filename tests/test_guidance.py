@@ -88,7 +88,14 @@ def test_a_branch_takes_part_from_the_threshold_on(guidance, scale, part):
 
 
 @pytest.mark.parametrize(
-    ("against", "part"), [(None, (0, 1, 2)), ((), (0,)), (("speaker",), (0, 2)), (("speaker", "text"), (0, 2, 1))]
+    ("against", "part"),
+    [
+        (None, (0, 1, 2)),
+        ((), (0,)),
+        (("speaker",), (0, 2)),
+        (("speaker", "text"), (0, 2, 1)),
+        (("text", "caption"), (0, 1)),  # a model without captions
+    ],
 )
 def test_an_evaluation_says_which_branches_take_part(three, against, part):
     assert three.taking_part(against, three.scales(None)) == part

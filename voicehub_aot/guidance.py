@@ -64,11 +64,12 @@ class Guidance(BaseModel):
     def taking_part(self, against: Sequence[str] | None, scales: Mapping[str, float]) -> tuple[int, ...]:
         """Positions of the branches to evaluate, the conditional one first; what has no effect is left out.
 
-        against: branches to guide against, None for all.
+        against: branches to guide against, None for all. One program may serve a model with and without a condition:
+        where there is no such branch, there is nothing to leave out.
         """
         wanted = [b.name for b in self.others] if against is None else list(against)
         names = [branch.name for branch in self.branches]
-        return (0, *(names.index(name) for name in wanted if abs(scales[name]) >= NO_OP))
+        return (0, *(names.index(name) for name in wanted if abs(scales.get(name, 0.0)) >= NO_OP))
 
 
 def classifier_free(predictions: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:

@@ -1,0 +1,99 @@
+"""What the sampling loops of Echo-TTS and Irodori-TTS share: times, the guidance window, speaker scaling.
+
+Facts from jordandare/echo-tts 230202af252e30a692a6f6310789ad212f83e2bb, inference.py, and Aratako/Irodori-TTS
+eaf74d6a19138f743acb5b71a445fd25a57db987, irodori_tts/rf.py. Grids are float32 and run from 0.999 to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from voicehub_aot.errors import OptionUnsupported, UsageError
+from voicehub_aot.golden import Case
+
+if TYPE_CHECKING:
+    from voicehub_aot.adapters import Sampler
+
+FIRST_TIME = 0.999  # so that the temporal score rescale is defined at the first step
+TIME_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def rounded(times: Sequence[float], dtype: str) -> tuple[float, ...]:
+    """Evaluation times as a model of this dtype is given them; the steps between them stay as they are.
+
+    In bfloat16 the rounding is up to 0.002, which the fastest wave of the time embedding turns into 2 rad.
+    """
+    return tuple(torch.tensor(times, dtype=torch.float32).to(TIME_DTYPES[dtype]).double().tolist())
+
+
+def rescale(name: str, k: float | None, sigma: float | None) -> tuple[float, float] | None:
+    """Both or none, as upstream takes them."""
+    if k is None or sigma is None:
+        return None
+    if not k > 0:
+        raise OptionUnsupported(f"{name}: rescale_k={k!r}, wanted a positive number")
+    return float(k), float(sigma)
+
+
+def crossing(times: Sequence[float], least: float | None) -> int | None:
+    """The step that starts at `least` or above and ends below it: the last one with scaled speaker keys."""
+    if least is None:
+        return None
+    grid = torch.tensor(times, dtype=torch.float32)
+    below = ((grid[1:] < least) & (grid[:-1] >= least)).nonzero().flatten().tolist()
+    return int(below[0]) if below else None
+
+
+def speaker_scale(rows: int, layers: int, factor: float, first_layers: int | None) -> Tensor:
+    """[rows, layers]: `factor` in the first layers, 1 in the others."""
+    scale = torch.ones(rows, layers)
+    scale[:, : layers if first_layers is None else max(first_layers, 0)] = factor
+    return scale
+
+
+def scaled_trajectory(
+    sampler: Sampler, times: Sequence[float], scaled: Tensor | None, least: float | None, **arguments: Any
+) -> Iterator[Tensor]:
+    """A trajectory whose speaker keys and values are scaled until a step crosses `least`; None = never scaled.
+
+    arguments: as for `Sampler.trajectory`.
+    """
+    if scaled is None:
+        yield from sampler.trajectory(**arguments)
+        return
+    last = crossing(times, least)
+    if last is None:
+        yield from sampler.trajectory(**arguments, speaker_scale=scaled)
+        return
+    reached = arguments.pop("noise")
+    for state in sampler.trajectory(noise=reached, stop=last + 1, **arguments, speaker_scale=scaled):
+        reached = state
+        yield state
+    if last + 1 < len(times) - 1:
+        yield from sampler.trajectory(noise=reached, start=last + 1, **arguments)
+
+
+# --- reading recorded cases
+
+
+def scalars_of(case: Case, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(case.scalars) - set(defaults)):
+        raise UsageError(f"{case.name}: scalars {unknown!r} are not understood; known are {sorted(defaults)!r}")
+    return {**defaults, **case.scalars}
+
+
+def check_inputs(case: Case, wanted: set[str], optional: set[str]) -> None:
+    if not wanted <= set(case.inputs) <= wanted | optional:
+        raise UsageError(
+            f"{case.name}: inputs are {sorted(case.inputs)!r}, wanted {sorted(wanted)!r}, perhaps {sorted(optional)!r}"
+        )
+
+
+def only_recorded(case: Case, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if unknown := sorted(set(case.outputs) - set(results)):
+        raise UsageError(f"{case.name}: outputs {unknown!r} are not understood; known are {sorted(results)!r}")
+    return {name: results[name] for name in case.outputs}
