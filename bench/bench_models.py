@@ -15,6 +15,7 @@ parameters and bytes that table, prepare and step read, how many it has.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,26 +200,24 @@ def measure(
     for length in job.lengths or (0,):
         state, request = draw(spec, length, job.texts)
         fresh = torch.randn(len(program.noises), *state.shape) if program.noises else None
-        evaluations, requests = {}, {}
-        for name, candidate in ((EAGER, eager), (OURS, runtime)):
-            evaluations[name] = candidate.stepper(state, program.name, 0, **request)
-            requests[name] = lambda c=candidate: c.sample(  # type: ignore[misc]
-                noise=state, step_noise=fresh, program=program.name, **request
-            )
+        candidates = {EAGER: eager, OURS: runtime}
+        whole = {"noise": state, "step_noise": fresh, "program": program.name, **request}
+        evaluations = {n: c.stepper(state, program.name, 0, **request) for n, c in candidates.items()}
+        requests = {n: functools.partial(c.sample, **whole) for n, c in candidates.items()}
         error = difference(requests[OURS](), requests[EAGER](), state)
         if not error <= TOLERANCE:
             raise SystemExit(f"{model.name}, {length}: ours and eager end {error:.2e} apart")
         note(f"{model.name} {length or ''}: differ by {error:.1e}, timing")
         with torch.no_grad():
-            evaluation = interleaved(evaluations, rounds, pause_s=pause_s, warm_up=1)
-            whole = interleaved(requests, max(3, rounds // 2), pause_s=pause_s, warm_up=0)
+            evaluation_times = interleaved(evaluations, rounds, pause_s=pause_s, warm_up=1)
+            request_times = interleaved(requests, max(3, rounds // 2), pause_s=pause_s, warm_up=0)
         yield Measured(
             model=model.name,
             config=model.config_name,
             size=f"{length} {spec.main_dim}" if length else "1 row",
             rows=len(spec.guidance.branches) if spec.guidance else 1,
-            evaluation=evaluation,
-            request=whole,
+            evaluation=evaluation_times,
+            request=request_times,
             error=error,
             target=None if job.target is None else job.target.get(length),
         )
@@ -328,16 +327,14 @@ def main() -> int:
             append_json(options.json, "models", records(m))
         for stage, (parameters, size) in stage_shares(manifest).items():
             report = manifest.stages[stage]
-            mib = report.weight_bytes / 2**20
-            shares.append([name, stage, f"{report.parameters / 1e6:.1f}", f"{parameters:.1%}", f"{mib:.0f}", f"{size:.1%}"])
+            millions, mib = f"{report.parameters / 1e6:.1f}", f"{report.weight_bytes / 2**20:.0f}"
+            shares.append([name, stage, millions, f"{parameters:.1%}", mib, f"{size:.1%}"])
         _STAGED.clear()
         del model, runtime
         gc.collect()
-    columns = ["model", "size", "rows", "eager ms", "ours ms", "of eager", "request: eager", "ours", "of eager", "wanted"]
+    columns = ["model", "size", "rows", "eager ms", "ours ms", "of eager", "request: eager", "ours", "of eager", "aim"]
     print_table("One evaluation with all its guidance branches, and one request (ms)", columns, map(cells, measured))
-    print_table(
-        "What each stage reads", ["model", "stage", "M parameters", "share", "MiB", "share of bytes"], shares
-    )
+    print_table("What each stage reads", ["model", "stage", "M parameters", "share", "MiB", "share of bytes"], shares)
     if options.plot:
         plot(measured, options.plot)
     short = [m for m in measured if not m.share(m.request) <= (m.target or CEILING)]
