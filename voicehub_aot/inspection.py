@@ -59,6 +59,11 @@ def summary(path: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def _guidance(value: Mapping[str, Any]) -> str:
+    scales = ", ".join(f"{branch['name']} {branch['scale']:g}" for branch in value["branches"][1:])
+    return f"{value['equation']}, by default {scales}"
+
+
 def show(value: Mapping[str, Any]) -> None:
     """Tables on stdout."""
     table = console.show_table
@@ -68,9 +73,7 @@ def show(value: Mapping[str, Any]) -> None:
         "weights": f"{value['weights_mode']}, {value['shapes']} shapes",
         "buckets": " ".join(f"{a}={','.join(map(str, s))}" for a, s in value["buckets"].items()) or "none promised",
         "programs": ", ".join(value["programs"]),
-        "guidance": f"{value['guidance']['equation']}, default {value['guidance']['scale']}"
-        if value["guidance"]
-        else "none",
+        "guidance": _guidance(value["guidance"]) if value["guidance"] else "none",
         "size": megabytes(value["bytes"]),
     }
     table(f"{value['artifact']}: {value['model']} {value['config']}", ("what", "value"), list(facts.items()))
