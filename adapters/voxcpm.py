@@ -73,7 +73,7 @@ __all__ = [
     "replay",
 ]
 
-ALIASES = ("voxcpm2", "voxcpm1.5")
+ALIASES = ("voxcpm2",)
 DEFAULT_CONFIG = "VoxCPM2"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {}
 DEFAULT_STEPS = (10,)
