@@ -63,12 +63,11 @@ class Adapter(Protocol):
 
     DEFAULT_CONFIG: the config built when none is named. DEFAULT_BUCKETS: lengths by dimension.
     DEFAULT_STEPS: step counts built when none are given. PROGRAM_OPTIONS: what else `program` takes, with the released
-    defaults. HUB_FILES: file patterns of each config in its hub repository.
-    TRAITS: what the model supports, whether or not it is built here.
-    case_config(case), if there: the configuration of a recorded case whose hyperparameters leave sizes to its tensors.
-    DEFAULT_STEPS: step counts built when none are given; CONFIG_STEPS, if there is one: by config, where they differ.
-    PROGRAM_OPTIONS: what else `program` takes, with the released defaults; those that are hyperparameters too are taken
-    from the config. HUB_FILES: file patterns of each config in its hub repository.
+    defaults; those that are hyperparameters too are taken from the config. HUB_FILES: file patterns of each config in
+    its hub repository. TRAITS: what the model supports, whether or not it is built here.
+
+    Two names an adapter may leave out: CONFIG_STEPS, step counts by config where they differ from DEFAULT_STEPS, and
+    case_config(case), the config of a recorded case that leaves sizes to its tensors.
     """
 
     NAME: str

@@ -53,6 +53,7 @@ from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
 from voicehub_aot.solver import euler
+from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -66,6 +67,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "TRAITS",
     "case_program",
     "checkpoint_shapes",
     "config_from",
@@ -81,6 +83,14 @@ DEFAULT_CONFIG = "echo-tts-base"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (640,)}
 DEFAULT_STEPS: tuple[int, ...] = (40,)
 HUB_FILES: Mapping[str, tuple[str, ...]] = {"echo-tts-base": FILES[:1], "tiny": ()}
+TRAITS = Traits(
+    formulation="rectified-flow",
+    operations=("denoiser", "classifier-free-guidance", "euler-solver"),
+    techniques=("schedule", "guidance", "prediction-cache"),
+    kernels=("native", "torch", "auto", "triton", "cuda_extension"),
+    dtypes=("float32", "bfloat16"),
+    passes=("compile", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
+)
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:

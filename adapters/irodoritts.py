@@ -54,6 +54,7 @@ from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
 from voicehub_aot.solver import euler
+from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -67,6 +68,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "TRAITS",
     "case_program",
     "checkpoint_shapes",
     "config_from",
@@ -82,6 +84,16 @@ DEFAULT_CONFIG = "Irodori-TTS-500M-v3"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (128, 256, 512, 750)}
 DEFAULT_STEPS: tuple[int, ...] = (40,)
 HUB_FILES: Mapping[str, tuple[str, ...]] = {name: () if "tiny" in name else FILES[:1] for name in CONFIGS}
+TRAITS = Traits(
+    formulation="rectified-flow",
+    operations=("denoiser", "classifier-free-guidance", "euler-solver"),
+    techniques=("schedule", "guidance", "prediction-cache"),
+    attention=("native", "sdpa"),
+    kernels=("native", "torch", "auto", "triton", "cuda_extension"),
+    dtypes=("float32", "bfloat16"),
+    passes=("compile", "sdpa", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
+    surfaces=("model.forward_with_encoded_conditions", "codec.decode_latent"),
+)
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:

@@ -48,6 +48,7 @@ from voicehub_aot.errors import OptionUnsupported, UsageError
 from voicehub_aot.guidance import Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
+from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -62,6 +63,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "TRAITS",
     "case_program",
     "checkpoint_shapes",
     "config_from",
@@ -77,6 +79,14 @@ DEFAULT_CONFIG = "LibriTTS"
 DEFAULT_BUCKETS = {"tokens": (64, 128, 256, 512)}
 DEFAULT_STEPS = (5, 10)
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, ("Models/*/epoch*.pth",))
+TRAITS = Traits(
+    formulation="style-diffusion",
+    operations=("denoiser", "classifier-free-guidance", "adpm2-solver"),
+    techniques=("schedule",),
+    dtypes=("float32", "float16", "bfloat16"),
+    passes=("compile", "diffusion-cache", "diffusion-sampling"),
+    surfaces=("sampler.forward", "decoder.forward"),
+)
 
 _GUIDANCE = Guidance(
     equation="classifier_free",

@@ -41,6 +41,7 @@ from voicehub_aot.errors import UsageError
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Input, Parameter, Region, RegionSpec
+from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -55,6 +56,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "TRAITS",
     "case_program",
     "checkpoint_shapes",
     "config_from",
@@ -70,6 +72,15 @@ DEFAULT_CONFIG = "VibeVoice-1.5B"
 DEFAULT_BUCKETS = {"batch": (1, 2, 4, 8)}
 DEFAULT_STEPS = (10, 5)
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, ("model*.safetensors", INDEX))
+TRAITS = Traits(
+    formulation="denoising-diffusion",
+    operations=("denoiser", "classifier-free-guidance", "dpm-solver-plus-plus"),
+    techniques=("schedule", "guidance", "prediction-cache"),
+    attention=("native", "sdpa"),
+    kernels=("native", "torch", "auto", "triton", "cuda_extension"),
+    dtypes=("float32", "float16", "bfloat16"),
+    passes=("compile", "sdpa", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
+)
 
 
 def formula_weights(config: Config) -> dict[str, Tensor]:

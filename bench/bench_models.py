@@ -153,13 +153,7 @@ def eager_runtime(model: Model, program: Program, caches: bool) -> Runtime:
 # --- what is measured
 
 
-def load_model(name: str, config: str | None) -> tuple[Model, Any]:
-    from voicehub_aot import adapters, models
-
-    return models.resolve(name, config, models.SYNTHETIC), adapters.load(name)
-
-
-def build_artifact(model: Model, adapter: Any, job: Job, program: Program, output: Path) -> Manifest:
+def build_artifact(model: Model, job: Job, output: Path) -> Manifest:
     """With the model's own defaults, parity off."""
     from voicehub_aot import build, settings
     from voicehub_aot.console import ConsoleProgress
@@ -304,6 +298,7 @@ def main() -> int:
     names = options.models.split(",")
     if unknown := sorted(set(names) - set(JOBS)):
         raise SystemExit(f"--models {options.models!r}: {unknown} are not known; known are {', '.join(JOBS)}")
+    from voicehub_aot import models
     from voicehub_aot.compilation import cache_dir
 
     threads = use_threads(options.threads)
@@ -317,10 +312,10 @@ def main() -> int:
         job = JOBS[name]
         if options.lengths and job.lengths:
             job = replace(job, lengths=tuple(int(n) for n in options.lengths.split(",")))
-        model, adapter = load_model(name, options.config)
-        program = adapter.program(adapter.config_from(model.config), job.steps)
+        model = models.resolve(name, options.config, models.SYNTHETIC)
+        program = models.program(model, job.steps)
         output = folder / f"models-{name}-{model.config_name.replace('/', '_')}.aot"
-        manifest = build_artifact(model, adapter, job, program, output)
+        manifest = build_artifact(model, job, output)
         runtime = open_artifact(output, threads)
         for m in measure(model, job, program, runtime, options.rounds, options.pause_ms / 1e3):
             measured.append(m)

@@ -105,8 +105,8 @@ def resolve(name: str, config: str | None, steps: Sequence[int] = ()) -> Subject
     model = models.resolve(name, config, models.SYNTHETIC)
     if not reference.supports(model.name, model.config):
         raise UsageError(f"{model.name} {model.config_name}: there is no reference to measure against, choose another")
-    counts = tuple(dict.fromkeys((*steps, *adapter.DEFAULT_STEPS)))
-    return Subject(model, adapter, tuple(adapter.program(count) for count in counts))
+    counts = tuple(dict.fromkeys((*steps, *models.default_steps(model))))
+    return Subject(model, adapter, tuple(models.program(model, count) for count in counts))
 
 
 def draw(spec: RegionSpec, frames: int, characters: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:

@@ -62,7 +62,7 @@ LAYERS["models"] = {
 }
 LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
 LAYERS["reweight"] = LAYERS["build"] | {"build", "models"}
-LAYERS["settings"] = LAYERS["build"] | {"adapters", "build"}
+LAYERS["settings"] = LAYERS["build"] | {"adapters", "build", "models"}
 LAYERS["triton_model"] = {"__init__", "errors"}
 LAYERS["bundle"] = {"artifacts", "engines", "runtime", "region", "program", "guidance", "errors"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}

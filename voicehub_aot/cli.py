@@ -254,11 +254,11 @@ def models(as_json: Json = False) -> None:
             [
                 (
                     r["model"],
-                    ", ".join([r["default"], *(c for c in r["configs"] if c != r["default"])]),
-                    ", ".join(r["aliases"]),
+                    "\n".join([r["default"], *(c for c in r["configs"] if c != r["default"])]),
+                    "\n".join(r["aliases"]),
                     ",".join(map(str, r["steps"])),
                     r["traits"]["formulation"],
-                    ", ".join(r["traits"]["techniques"]),
+                    "\n".join(r["traits"]["techniques"]),
                 )
                 for r in rows
             ],

@@ -17,6 +17,7 @@ from voicehub_aot.checkpoint import locate
 from voicehub_aot.compilation import weights_digest
 from voicehub_aot.errors import UnknownModel, UsageError
 from voicehub_aot.golden import Case
+from voicehub_aot.program import Program
 from voicehub_aot.synthetic import synthetic_weights
 
 SYNTHETIC = "synthetic"
@@ -42,11 +43,27 @@ def resolve(model: str, config: str | None, weights: str, values: Mapping[str, A
     return _model(adapter, config or _config_name(adapter, chosen), chosen, state, weights)
 
 
+def program(model: Model, steps: int, **options: Any) -> Program:
+    """The model's sampling loop; hyperparameters that a loop needs too come from its configuration.
+
+    Raises OptionUnsupported for an option or value that the model does not know.
+    """
+    adapter = adapters.load(model.name)
+    own = {name: value for name, value in model.config.items() if name in adapter.PROGRAM_OPTIONS}
+    return adapter.program(steps, **{**own, **options})
+
+
+def default_steps(model: Model) -> tuple[int, ...]:
+    """Step counts that are built when none are named."""
+    adapter = adapters.load(model.name)
+    steps: Mapping[str, tuple[int, ...]] = getattr(adapter, "CONFIG_STEPS", {})
+    return steps.get(model.config_name, adapter.DEFAULT_STEPS)
+
+
 def from_case(case: Case) -> Model:
     """The model a recorded case was run with."""
     adapter = adapters.load(case.model)
-    of_case = getattr(adapter, "case_config", None)
-    config = adapter.config_from(case.config) if of_case is None else of_case(case)
+    config = getattr(adapter, "case_config", lambda c: adapter.config_from(c.config))(case)
     state = adapter.read_checkpoint(case.onnx, None)[1] if case.weights == "onnx" else case.checkpoint()
     return _model(adapter, case.name, config, state, case.name)
 

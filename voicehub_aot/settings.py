@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from voicehub_aot import adapters, bucket, engines
+from voicehub_aot import adapters, bucket, engines, models
 from voicehub_aot.assembly import Model
 from voicehub_aot.compilation import MAX_EVALUATIONS, Options
 from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
@@ -140,11 +140,8 @@ def options(
         within = {a: tuple(s for s in sizes if s <= limits[a]) for a, sizes in adapter.DEFAULT_BUCKETS.items()}
         promised = bucket.Buckets(axes={a: sizes for a, sizes in within.items() if sizes})
     bucket.check_buckets(promised, spec)
-    counts = _step_counts(settings.steps, adapter.DEFAULT_STEPS)
-    released = getattr(adapter, "CONFIG_STEPS", {}).get(model.config_name, adapter.DEFAULT_STEPS)
-    counts = _step_counts(settings.steps, released)
-    own = {n: v for n, v in model.config.items() if n in adapter.PROGRAM_OPTIONS}  # hyperparameters a loop needs too
-    programs = tuple(adapter.program(n, **{**own, **settings.options}) for n in counts)
+    counts = _step_counts(settings.steps, models.default_steps(model))
+    programs = tuple(models.program(model, n, **settings.options) for n in counts)
     longest = max(programs, key=lambda p: len(p.times))
     if len(longest.times) > MAX_EVALUATIONS:
         raise UsageError(f"--steps: {longest.name} has {len(longest.times)} evaluations, at most {MAX_EVALUATIONS}")
