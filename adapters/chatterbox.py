@@ -44,6 +44,7 @@ from voicehub_aot.golden import Case
 from voicehub_aot.program import Program, check_options
 from voicehub_aot.region import Region, RegionSpec
 from voicehub_aot.solver import euler
+from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -58,6 +59,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "TRAITS",
     "case_program",
     "checkpoint_shapes",
     "config_from",
@@ -96,6 +98,15 @@ HUB_FILES: Mapping[str, tuple[str, ...]] = {
     "tiny": (),
     "tiny-meanflow": (),
 }
+TRAITS = Traits(
+    formulation="conditional-flow-matching",
+    operations=("denoiser", "classifier-free-guidance", "euler-solver"),
+    techniques=("schedule", "prediction-cache"),
+    attention=("native", "sdpa"),
+    dtypes=("float32", "float16", "bfloat16"),
+    passes=("compile", "sdpa", "diffusion-cache", "diffusion-sampling"),
+    surfaces=("t3.inference", "s3gen.flow_inference", "s3gen.hift_inference"),
+)
 
 
 def config_from(values: Mapping[str, Any]) -> DecoderConfig:

@@ -56,6 +56,7 @@ from voicehub_aot.golden import Case
 from voicehub_aot.program import Program, check_options
 from voicehub_aot.region import Region, RegionSpec
 from voicehub_aot.solver import euler
+from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -69,6 +70,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "TRAITS",
     "case_program",
     "checkpoint_shapes",
     "config_from",
@@ -113,6 +115,15 @@ HUB_FILES: Mapping[str, tuple[str, ...]] = {
     "tiny": (),
     "tiny-cv2": (),
 }
+TRAITS = Traits(
+    formulation="conditional-flow-matching",
+    operations=("denoiser", "classifier-free-guidance", "euler-solver"),
+    techniques=("schedule", "guidance", "prediction-cache", "stork2"),
+    kernels=("native", "torch", "auto", "triton", "cuda_extension"),
+    dtypes=("float32", "float16", "bfloat16"),
+    passes=("compile", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
+    surfaces=("llm.transformer.forward", "flow.estimator.forward", "hift.forward"),
+)
 
 
 def _dit_fault(config: CosyDiTConfig) -> str | None:
