@@ -122,7 +122,7 @@ TRAITS = Traits(
     kernels=("native", "torch", "auto", "triton", "cuda_extension"),
     dtypes=("float32", "float16", "bfloat16"),
     passes=("compile", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
-    surfaces=("llm.forward", "flow.estimator.forward", "hift.forward", "tokenizer.forward"),
+    surfaces=("llm.transformer.forward", "flow.estimator.forward", "hift.forward"),
 )
 
 

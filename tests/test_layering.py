@@ -57,6 +57,7 @@ LAYERS["models"] = {
     "compilation",
     "checkpoint",
     "golden",
+    "program",
     "synthetic",
     "errors",
 }

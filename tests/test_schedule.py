@@ -102,8 +102,7 @@ def test_the_released_f5_grid_is_reproduced_bit_for_bit():
     assert sway(epss(7), -1.0).times == F5_SEVEN_STEPS
 
 
-@pytest.mark.parametrize("grid", [linear, descending, epss])
-@pytest.mark.parametrize("grid", [linear, epss, cosine])
+@pytest.mark.parametrize("grid", [linear, descending, epss, cosine])
 @pytest.mark.parametrize("steps", [0, -1])
 def test_fewer_than_one_step_is_a_usage_error(grid, steps):
     with pytest.raises(UsageError, match=f"steps={steps}: a schedule needs at least 1 step"):

@@ -36,7 +36,7 @@ def resolve(model: str, config: str | None, weights: str, values: Mapping[str, A
         chosen = named if named is not None else adapter.CONFIGS[adapter.DEFAULT_CONFIG]
         state = synthetic_weights(adapter.checkpoint_shapes(chosen)) | adapter.formula_weights(chosen)
         return _model(adapter, config or adapter.DEFAULT_CONFIG, chosen, state, SYNTHETIC)
-    files = adapter.HUB_FILES.get(config or adapter.DEFAULT_CONFIG, ())
+    files = adapter.HUB_FILES.get(config or "", adapter.HUB_FILES[adapter.DEFAULT_CONFIG])
     path = locate(weights, files)
     found, state = adapter.read_checkpoint(path, config if config in adapter.CONFIGS else named)
     chosen = named if named is not None else found

@@ -15,9 +15,11 @@ from voicehub_aot.bucket import Buckets
 from voicehub_aot.engines.eager import EagerEvaluator
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.export import export_region
+from voicehub_aot.models import resolve
 from voicehub_aot.program import Program
 from voicehub_aot.region import Region
 from voicehub_aot.runtime import Runtime
+from voicehub_aot.settings import BuildSettings, options
 from voicehub_aot.stage import Staged, split
 from voicehub_aot.synthetic import synthetic_weights
 
@@ -155,6 +157,14 @@ def test_mean_flow_asks_for_the_velocity_to_the_end_of_the_step() -> None:
     got = runtime.sample(noise=inputs["x"], **{key: inputs[key] for key in ("mu", "spks", "cond")})
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert runtime.spec.guidance is None
+
+
+@pytest.mark.parametrize(("name", "programs"), [("tiny", ["euler-10"]), ("tiny-meanflow", ["euler-2"])])
+def test_a_build_takes_the_loop_of_its_configuration(name: str, programs: list[str]) -> None:
+    model = resolve("chatterbox-tts", name, "synthetic")
+    chosen = options(model, BuildSettings(), None, max_buckets=1, multiple_of=1, parity=True, replace=False)
+    assert [p.name for p in chosen.programs] == programs
+    assert [set(p.extra_times) for p in chosen.programs] == [{"r"} if name == "tiny-meanflow" else set()]
 
 
 def test_what_no_loop_of_upstream_does_is_refused() -> None:

@@ -222,6 +222,21 @@ def test_a_json_file_brings_sigma_data_to_a_released_checkpoint(tmp_path: Path) 
     assert model.config == values
 
 
+def test_a_json_file_beside_a_hub_id_fetches_the_models_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(vars(TINY)))
+    save_file(weights_of(TINY), tmp_path / "epoch.safetensors")
+    asked: list[tuple[str, ...]] = []
+
+    def locate(source: str, files: tuple[str, ...]) -> Path:
+        asked.append(files)
+        return tmp_path
+
+    monkeypatch.setattr(models, "locate", locate)
+    model = models.resolve("styletts2", str(tmp_path / "config.json"), "hf:yl4579/StyleTTS2-LibriTTS")
+    assert asked == [("Models/*/epoch*.pth",)]
+    assert model.config == vars(TINY)
+
+
 def test_the_released_configuration_is_taken_as_it_is() -> None:
     model = {
         "multispeaker": True,
