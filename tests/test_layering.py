@@ -33,6 +33,7 @@ LAYERS = {
     "export": {"kernels", "bucket", "region", "errors"},
     "stage": {"export", "kernels", "bucket", "region", "errors"},
     "choice": {"errors"},
+    "few_rows": {"engines", "kernels", "stage"},
     "engines": {"kernels", "bucket", "region", "program", "target", "errors"},
     "sampler": {"program", "guidance", "kernels", "errors"},
     "artifacts": {"program", "bucket", "region", "target", "errors"},
@@ -45,8 +46,7 @@ LAYERS["__init__"] = {"adapters", "runtime", "errors"}
 LAYERS["parity"] = {"runtime", "sampler", "artifacts", "bucket", "region", "program", "guidance", "errors"}
 LAYERS["verify"] = {"parity", "runtime", "artifacts", "errors"}
 LAYERS["compilation"] = {"export", "stage", "engines", "runtime", "artifacts", "bucket", "program", "region", "target"}
-LAYERS["compilation"] |= {"errors"}
-LAYERS["compilation"] |= {"choice"}
+LAYERS["compilation"] |= {"choice", "few_rows", "errors"}
 LAYERS["assembly"] = LAYERS["compilation"] | {"compilation", "__init__"}
 LAYERS["build"] = LAYERS["assembly"] | {"assembly", "parity", "verify"}
 LAYERS["models"] = {

@@ -66,8 +66,8 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
     """Fill `folder`, which is empty: weights, programs, engines, manifest. choice: keep only what it serves."""
     options = parts.options
     kept = [(item, serves) for item in compiled if (serves := _serves(item, choice)) is not None]
-    reads = [item.reads_weight_file(options.weights_mode) for item, _ in kept]
-    save_file(_tensors(parts, weights=any(reads)), folder / store.WEIGHTS)
+    reads = [item.reads_weight_file(options.weights) for item, _ in kept]
+    save_file(_tensors(parts, [i for (i, _), r in zip(kept, reads, strict=True) if r]), folder / store.WEIGHTS)
     entries: list[EngineEntry] = []
     for item, serves in kept:
         reason = choice.reasons.get(item.job.engine, "") if choice else "built by name"
@@ -90,7 +90,7 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
         region=parts.model.region.spec,
         buckets=options.buckets,
         shapes=options.shapes,
-        weights_mode="shared" if all(reads) else options.weights_mode,
+        weights_mode="shared" if all(reads) else options.weights,
         engines=tuple(entries),
         stages=stage_reports(parts.staged, options.buckets, parts.symbols),
         folded=tuple(sorted(parts.staged.folded)),
@@ -117,13 +117,11 @@ def _serves(item: Compiled, choice: Choice | None) -> tuple[dict[str, int], ...]
     return choice.served(item.job.engine, item.job.bucket) or None
 
 
-def _tensors(parts: Parts, weights: bool) -> dict[str, torch.Tensor]:
-    """The weight file: time tables, and if an engine reads them there, the weights of the stages, once."""
+def _tensors(parts: Parts, readers: Sequence[Compiled]) -> dict[str, torch.Tensor]:
+    """The weight file: time tables, and every weight that an engine reads there, once."""
     tensors = {table_key(program, name): t for program, table in parts.tables.items() for name, t in table.items()}
-    if weights:
-        for stage in (parts.staged.prepare, parts.staged.rows, parts.staged.step):
-            if stage is not None:
-                tensors.update({n: t.detach().contiguous() for n, t in stage.constants.items()})
+    for reader in readers:
+        tensors.update({n: reader.job.weights[n].detach().contiguous() for n in reader.payload["constants"]})
     return tensors
 
 

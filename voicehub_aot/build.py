@@ -9,20 +9,20 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from voicehub_aot import parity
+from voicehub_aot import few_rows, parity
 from voicehub_aot.artifacts import report as reports
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.assembly import Model, Parts, assemble, sign_again
 from voicehub_aot.bucket import Buckets, waste
 from voicehub_aot.choice import EAGER, choose, label, noise
-from voicehub_aot.compilation import Compiled, Options, Progress, cache_dir, compile_all, plan_jobs
+from voicehub_aot.compilation import Compiled, Options, Progress, cache_dir, compile_all, plan_jobs, size_spans
 from voicehub_aot.engines.eager import EagerEvaluator
 from voicehub_aot.errors import BuildError, MissingDependency, ParityFailed
 from voicehub_aot.export import MAX_ROWS, export_region
@@ -63,6 +63,7 @@ def build(
         graph, symbols = export_region(model.region)
         progress.stage("split by binding time")
         staged = split(graph, model.region.spec, symbols)
+        options = decided(options, staged)
         parts = Parts(model, options, staged, symbols, settings)
         compiled, left_out = _compile(parts, cache, start, progress)
         if not options.parity and not options.auto:
@@ -70,12 +71,20 @@ def build(
         return _Proof(parts, compiled, left_out, start, progress).finish(folder, output)
 
 
+def decided(options: Options, staged: Staged) -> Options:
+    """The options with the weights mode chosen, where that was left to the build."""
+    if options.weights_mode != "auto":
+        return options
+    shared = few_rows.serves_few(staged.step, size_spans(staged.spec, options))
+    return replace(options, weights_mode="shared" if shared else "packed")
+
+
 def _compile(parts: Parts, cache: Path, start: float, progress: Progress) -> tuple[list[Compiled], dict[str, str]]:
     """Every engine's stages, and why a candidate was left out. An engine asked for by name is never left out."""
     options, spec = parts.options, parts.model.region.spec
     compiled: list[Compiled] = []
     left_out: dict[str, str] = {}
-    exported: dict[str, torch.export.ExportedProgram] = {}
+    exported: dict[tuple[str, int], torch.export.ExportedProgram] = {}
     for name in options.engines:
         jobs = plan_jobs(parts.staged, options, name)
         progress.stage(f"compile {len(jobs)} stages for {name} ({options.weights_mode}, {options.shapes})")

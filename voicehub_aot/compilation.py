@@ -24,13 +24,13 @@ from typing import Any, Literal
 import sympy
 import torch
 
-from voicehub_aot import engines
+from voicehub_aot import engines, few_rows
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.choice import Choice
-from voicehub_aot.engines import Span, StageCode
-from voicehub_aot.errors import VersionUnsupported
+from voicehub_aot.engines import Span, StageCode, Weights
+from voicehub_aot.errors import InternalError, VersionUnsupported
 from voicehub_aot.export import example_inputs, export_program, named_dims
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, RegionSpec, TensorSpec
@@ -50,6 +50,7 @@ RECORD = "engine.json"  # of a finished engine in the cache: its payload, and di
 class Options:
     """How it is to be built.
 
+    weights_mode: auto is shared where every linear of the step has few rows, else packed; `build` decides.
     shapes: static gives one step engine a bucket (of engines that have such), dynamic one for all.
     engines: all are built; a runtime opens the first unless told otherwise. auto: they are candidates, and only the
     fastest in each bucket are kept. engine_budget: seconds after which no further candidate is compiled, and timing is
@@ -60,7 +61,7 @@ class Options:
     buckets: Buckets
     programs: tuple[Program, ...]
     target: Target
-    weights_mode: Literal["packed", "shared"] = "packed"
+    weights_mode: Literal["packed", "shared", "auto"] = "packed"
     shapes: Literal["dynamic", "static"] = "dynamic"
     engines: tuple[str, ...] = ("aoti",)
     auto: bool = False
@@ -72,6 +73,13 @@ class Options:
     replace: bool = False
     histogram: Mapping[int, float] | None = None
     engines_from: Mapping[str, Path] | None = None
+
+    @property
+    def weights(self) -> Weights:
+        """The weights mode that was decided on."""
+        if self.weights_mode == "auto":
+            raise InternalError("the weights mode was not decided yet")
+        return self.weights_mode
 
 
 class Progress:
@@ -105,6 +113,10 @@ class Job:
         return "-".join([self.stage, *(f"{k}{v}" for k, v in self.bucket.items())])
 
     @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    @property
     def name(self) -> str:
         return f"{self.engine} {self.stage_name}"
 
@@ -136,11 +148,14 @@ def plan_jobs(staged: Staged, options: Options, engine: str) -> list[Job]:
     static = options.shapes == "static" and engines.get(engine).STATIC
     axes = [a for a in options.buckets.axes if a != "batch" and a in used] if static else []
     jobs = [Job(engine, "prepare", {}, module, inputs, outputs, prepare)]
+    fuses = engines.get(engine).FUSES and options.weights == "shared"
+    spans = size_spans(staged.spec, options)
     for bucket in options.buckets.combinations(axes) if axes else [{}]:
         values = _example_values(staged, example_sizes(staged, options.buckets, bucket))
         examples = tuple(values[v.name] for v in staged.step.inputs)
         step = staged.step
-        jobs.append(Job(engine, "step", bucket, step.module, step.inputs, step.outputs, examples))
+        body = few_rows.fused(step, spans) if fuses else step.module
+        jobs.append(Job(engine, "step", bucket, body, step.inputs, step.outputs, examples))
     if options.choice is None:
         return jobs
     chosen = options.choice
@@ -236,11 +251,11 @@ def compile_all(
     options: Options,
     cache: Path,
     progress: Progress,
-    exported: dict[str, torch.export.ExportedProgram] | None = None,
+    exported: dict[tuple[str, int], torch.export.ExportedProgram] | None = None,
 ) -> list[Compiled]:
     """Compile every job, or find it in the cache; in the order of `jobs`.
 
-    exported: programs by stage name, used and added to: engines share a stage's export.
+    exported: programs by stage name, used and added to: engines share the export of a stage they take alike.
     """
     exported = {} if exported is None else exported
     dims = named_dims(spec) | {"N": torch.export.Dim("N", min=1, max=MAX_EVALUATIONS)}
@@ -248,11 +263,12 @@ def compile_all(
     found: dict[str, Compiled] = {}
     waiting: list[tuple[Compiled, StageCode]] = []
     for job in jobs:
-        if job.stage_name not in exported:
+        stage = (job.stage_name, id(job.module))
+        if stage not in exported:
             progress.engine(job.name, "export")
             dynamic = {v.name: sizes for v, sizes in zip(job.inputs, _dynamic(job, dims), strict=True)}
-            exported[job.stage_name] = export_program(job.module, job.examples, dynamic, job.name)
-        program = exported[job.stage_name]
+            exported[stage] = export_program(job.module, job.examples, dynamic, job.name)
+        program = exported[stage]
         code = StageCode(job.stage_name, program, job.inputs, job.outputs, job.examples, spans, cache)
         payload = engine_payload(code, job, options)
         place = cache / "engines" / payload_key(payload)
@@ -271,7 +287,7 @@ def compile_all(
 def install(item: Compiled, folder: Path, options: Options) -> EngineEntry:
     """Copy a finished engine into an artifact that has its weight file."""
     job, engine = item.job, engines.get(item.job.engine)
-    constants = item.payload["constants"] if item.reads_weight_file(options.weights_mode) else {}
+    constants = item.payload["constants"] if item.reads_weight_file(options.weights) else {}
     return EngineEntry(
         engine=engine.NAME,
         stage=job.stage,
@@ -303,7 +319,7 @@ def _compile_waiting(
         for item, code in waiting:
             progress.engine(item.job.name, "compile")
             start = time.perf_counter()
-            compile_into_cache(code, item.job.engine, item.payload, item.place, options.weights_mode, options.target)
+            compile_into_cache(code, item.job.engine, item.payload, item.place, options.weights, options.target)
             seconds = time.perf_counter() - start
             progress.engine(item.job.name, "done", seconds)
             yield replace(item, seconds=seconds)
@@ -319,7 +335,7 @@ def _compile_waiting(
             torch.export.save(code.program, file)  # a program does not pickle
             border = replace(code, program=None)  # type: ignore[arg-type]
             future = pool.submit(
-                _compile_in_worker, file, border, item.job.engine, item.payload, item.place, options.weights_mode,
+                _compile_in_worker, file, border, item.job.engine, item.payload, item.place, options.weights,
                 options.target, threads,
             )  # fmt: skip
             pending[future] = item
@@ -362,8 +378,8 @@ def engine_payload(code: StageCode, job: Job, options: Options) -> dict[str, Any
         "border": [v.model_dump(mode="json") for v in (*job.inputs, *job.outputs)],
         "examples": [[list(t.shape), str(t.dtype)] for t in job.examples],
         "constants": shapes,
-        "weights": "" if engine.reads_weight_file(options.weights_mode) else weights_digest(code.weights),
-        "settings": engine.settings(code, options.weights_mode, options.target),
+        "weights": "" if engine.reads_weight_file(options.weights) else weights_digest(code.weights),
+        "settings": engine.settings(code, options.weights, options.target),
         "torch": torch.__version__,
     }
 

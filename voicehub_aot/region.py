@@ -21,7 +21,7 @@ from voicehub_aot.errors import InternalError
 from voicehub_aot.guidance import Guidance
 
 BATCH = "B"
-DTYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64, "bool": torch.bool}
 
 
 class Binding(enum.Flag):

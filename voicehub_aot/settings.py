@@ -74,7 +74,7 @@ def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
         "steps": ",".join(str(p.steps) for p in options.programs),
         "engine": AUTO if options.auto else ",".join(options.engines),
         "engine_budget": options.engine_budget if options.engine_budget < math.inf else None,
-        "weights_mode": options.weights_mode,
+        "weights_mode": options.weights_mode if options.weights_mode != "auto" else None,
         "shapes": options.shapes,
         "target": options.target.name,
         "jobs": options.jobs,
@@ -151,16 +151,16 @@ def options(
     if settings.engine_budget is not None and not (auto and settings.engine_budget > 0):
         raise UsageError(f"--engine-budget {settings.engine_budget!r}: wanted seconds, with --engine auto")
     packs = any(not engines.get(name).reads_weight_file("packed") for name in names)
-    mode = settings.weights_mode or ("packed" if packs else "shared")
+    mode = settings.weights_mode or ("auto" if packs else "shared")
     per_bucket = mode == "shared" and any(engines.get(name).STATIC for name in names)
     shapes = settings.shapes or ("static" if per_bucket else "dynamic")
-    if mode not in ("packed", "shared") or shapes not in ("dynamic", "static"):
+    if mode not in ("packed", "shared", "auto") or shapes not in ("dynamic", "static"):
         raise OptionUnsupported(
             f"--weights-mode {mode!r} --shapes {shapes!r}: choose packed or shared, dynamic or static"
         )
     if mode == "packed" and not packs:
         raise OptionUnsupported(f"--weights-mode packed: {', '.join(names)} always reads the weight file; leave it out")
-    if mode == "packed" and shapes == "static":
+    if mode != "shared" and shapes == "static":
         raise OptionUnsupported(
             "--shapes static needs --weights-mode shared: packed engines each hold all weights, and one dynamic "
             "engine is as fast on CPU"
@@ -171,7 +171,7 @@ def options(
         buckets=promised,
         programs=programs,
         target=parse_target(settings.target or default_target()),
-        weights_mode="packed" if mode == "packed" else "shared",
+        weights_mode=mode,  # type: ignore[arg-type]  # checked above
         shapes="dynamic" if shapes == "dynamic" else "static",
         engines=names,
         auto=auto,

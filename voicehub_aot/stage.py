@@ -182,7 +182,7 @@ class _Split:
         """The value of a node that depends on weights alone."""
         if node not in self._folded_values:
             if node.op == "get_attr":
-                value = _attribute(self.source, str(node.target))
+                value = attribute(self.source, str(node.target))
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self.constant)
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -212,7 +212,7 @@ class _Split:
             target = str(node.target) if node.op == "get_attr" else f"folded_{node.name}"
             if node.op != "get_attr":
                 self.folded[target] = self.constant(node)
-            attributes[target] = self.folded[target] if target in self.folded else _attribute(self.source, target)
+            attributes[target] = self.folded[target] if target in self.folded else attribute(self.source, target)
             made[node] = graph.get_attr(target)
             made[node].meta["val"] = node.meta["val"]
             return made[node]
@@ -284,7 +284,8 @@ class _Sizes:
         return self.made[expression]
 
 
-def _attribute(module: nn.Module, target: str) -> torch.Tensor:
+def attribute(module: nn.Module, target: str) -> torch.Tensor:
+    """The tensor under a dotted name."""
     value: Any = module
     for part in target.split("."):
         value = getattr(value, part)

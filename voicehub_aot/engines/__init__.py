@@ -90,12 +90,14 @@ class StageEngine(Protocol):
 class Engine(Protocol):
     """What every module here offers.
 
+    FUSES: linears of few rows come to it as reductions (`few_rows`), which it fuses.
     NATIVE: its code is bound to an instruction set and to torch's minor version. STATIC: it may be compiled for fixed
     sizes; otherwise its one engine serves every bucket. FORMAT: of its compiled stages; engines that share one find
     each other's in the cache where their settings agree.
     """
 
     NAME: str
+    FUSES: bool
     NATIVE: bool
     STATIC: bool
     FORMAT: str

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import fx
 
 NAME = "aoti"
+FUSES = True
 NATIVE = True
 STATIC = True
 FORMAT = NAME

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 NAME = "onnxruntime"
+FUSES = False
 NATIVE = False
 STATIC = False
 FORMAT = _onnx.FORMAT

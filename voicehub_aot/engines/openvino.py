@@ -14,6 +14,7 @@ from voicehub_aot.engines import Source, _onnx
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
 
 NAME = "openvino"
+FUSES = False
 NATIVE = False
 STATIC = False
 FORMAT = _onnx.FORMAT

@@ -45,6 +45,7 @@ from voicehub_aot.region import DTYPES
 from voicehub_aot.target import Target
 
 NAME = "tensorrt"
+FUSES = False
 NATIVE = False  # bound to a GPU generation and a TensorRT version, which the plan's own key says
 STATIC = False
 FORMAT = NAME
