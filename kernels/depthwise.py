@@ -1,4 +1,10 @@
-"""Depthwise convolution over frames that replicates the edges of each row at the row's own end."""
+"""Depthwise convolution over frames that replicates the edges of each row at the row's own end.
+
+Exported, it is one operator, `voicehub_aot::depthwise`, whose definition is the composition below: a compiler that
+takes it apart (AOTInductor) gets k gathers of whole frames, which Inductor fuses into one loop, vectorised over D, with
+neither the padded copy nor the transposes that `conv1d` needs. An ONNX engine would run them one by one, and gets a
+convolution instead (engines/_onnx.py).
+"""
 
 from __future__ import annotations
 
@@ -14,28 +20,39 @@ def depthwise(
     out[b, n] = bias + sum over j of weight[:, 0, j] * x[b, clamp(n + (j - k // 2) * dilation, 0, extent_b - 1)]
 
     With extent = T it is `conv1d` behind replicate padding. With extent = the row's length, frames before it see what
-    they would see if the row were alone. Written as k gathers of whole frames, which Inductor fuses into one loop,
-    vectorised over D, with neither the padded copy nor the transposes that `conv1d` needs.
+    they would see if the row were alone.
     """
-    B, T, D = x.shape
-    rows = torch.arange(B, device=x.device)[:, None]
-    frames = torch.arange(T, device=x.device)[None, :]
-    last = extent[:, None] - 1
     taps = torch.stack(weight.squeeze(1).unbind(-1))  # [k, D]; a transposed view would be read with stride k
-    out = bias.expand(B, T, D)
-    for j in range(taps.shape[0]):
-        offset = (j - taps.shape[0] // 2) * dilation
-        source = torch.minimum((frames + offset).clamp(min=0), last)
-        out = torch.addcmul(out, taps[j], _gather(x, rows, source))
+    if torch.compiler.is_exporting():
+        out: torch.Tensor = torch.ops.voicehub_aot.depthwise(x, taps, bias, extent, dilation)
+        return out
+    out = bias.expand(x.shape)
+    base = torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[1]
+    for tap, source in zip(taps, sources(x, taps.shape[0], extent, dilation), strict=True):
+        # Eager, one flat index is twice as fast as two.
+        out = torch.addcmul(out, tap, F.embedding(base + source, x.flatten(0, 1)))
     return out
 
 
-def _gather(x: torch.Tensor, rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """x[b, source[b, n]]: x: [B, T, D], rows: [B, 1], source: [B, T] -> [B, T, D].
+def sources(x: torch.Tensor, k: int, extent: torch.Tensor, dilation: int) -> list[torch.Tensor]:
+    """The frames that each tap reads: k tensors [B, T] int64."""
+    frames = torch.arange(x.shape[1], device=x.device)[None, :]
+    last = extent[:, None] - 1
+    return [torch.minimum((frames + (j - k // 2) * dilation).clamp(min=0), last) for j in range(k)]
 
-    Compiled, two indices are best: a flat one costs an integer division per element. Eager, one flat index is twice
-    as fast.
-    """
-    if torch.compiler.is_exporting():
-        return x[rows, source]
-    return F.embedding(rows * x.shape[1] + source, x.flatten(0, 1))
+
+torch.library.define(
+    "voicehub_aot::depthwise", "(Tensor x, Tensor taps, Tensor bias, Tensor extent, int dilation) -> Tensor"
+)
+
+
+@torch.library.impl("voicehub_aot::depthwise", "CompositeImplicitAutograd")
+def composed(
+    x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor, extent: torch.Tensor, dilation: int
+) -> torch.Tensor:
+    """As `depthwise`, taps: [k, D]. Compiled, two indices are best: a flat one divides integers for each element."""
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    out = bias.expand(x.shape)
+    for tap, source in zip(taps.unbind(), sources(x, taps.shape[0], extent, dilation), strict=True):
+        out = torch.addcmul(out, tap, x[rows, source])
+    return out

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from voicehub_aot.errors import ExportFailed
+from voicehub_aot.kernels import depthwise  # noqa: F401  registers an operator that a saved program may hold
 from voicehub_aot.region import BATCH, Region, RegionSpec
 
 MAX_ROWS = 256  # rows of one call: requests x guidance branches

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from voicehub_aot.export import export_program
 from voicehub_aot.kernels.depthwise import depthwise
 
 
@@ -80,3 +81,18 @@ def test_float64_stays_float64() -> None:
     assert out.dtype == torch.float64
     for row, wanted in zip(out, alone(x, weight, bias, extent, 2), strict=True):
         torch.testing.assert_close(row[: len(wanted)], wanted)
+
+
+def test_exported_it_is_one_operator_of_the_same_value(tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            return depthwise(*inputs, 2)
+
+    inputs = (*tensors(2, 9, 4, 5), torch.tensor([9, 5]))
+
+    program = export_program(Layer(), inputs, {name: {} for name in "abcd"}, "a layer")
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2")
+
+    assert [n.target for n in loaded.graph.nodes].count(torch.ops.voicehub_aot.depthwise.default) == 1
+    torch.testing.assert_close(loaded.module()(*inputs), depthwise(*inputs, 2))

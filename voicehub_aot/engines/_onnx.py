@@ -59,15 +59,18 @@ def settings() -> dict[str, Any]:
     return {"code": code_digest(__file__), **versions()}
 
 
-def write(code: StageCode, folder: Path) -> None:
-    """folder/stage.onnx, its weights named but not yet placed. Raises CompileFailed or MissingDependency."""
+def write(code: StageCode, folder: Path, composed: Collection[torch._ops.OpOverload] = ()) -> None:
+    """folder/stage.onnx, its weights named but not yet placed. Raises CompileFailed or MissingDependency.
+
+    composed: operators to be written as the operations they are composed of.
+    """
     require()
     import onnx
     import onnx_ir
 
     try:
         with _quiet("torch.onnx", "onnx_ir", "onnxscript"):
-            model = _export(code)
+            model = _export(code, composed)
             _simplify(model, code.weights)
         _name_sizes(model, code)
         _leave_weights_outside(model, code)
@@ -154,13 +157,35 @@ def _translations() -> dict[Any, Any]:
         result, *_ = op.Attention(query, key, value, attn_mask, is_causal=int(is_causal), scale=scale)
         return result
 
+    def depthwise(x: Any, taps: Any, bias: Any, extent: Any, dilation: int) -> Any:
+        """Frames gathered once, edges replicated at each row's own end, then a convolution.
+
+        In two dimensions: onnxruntime 1.32 has a depthwise kernel for these alone. One index into flat frames: its
+        GatherND copies slower.
+        """
+        k, D = (int(n) for n in taps.shape)
+        reach = k // 2 * dilation
+        zero, one, axis_1, axis_2 = (op.Constant(value_int=0), op.Constant(value_int=1),
+                                     op.Constant(value_ints=[1]), op.Constant(value_ints=[2]))  # fmt: skip
+        T = op.Squeeze(op.Shape(x, start=1, end=2))
+        frames = op.Range(op.Constant(value_int=-reach), op.Add(T, op.Constant(value_int=reach)), one)
+        source = op.Min(op.Max(frames, zero), op.Unsqueeze(op.Sub(extent, one), axis_1))
+        rows = op.Range(zero, op.Squeeze(op.Shape(x, start=0, end=1)), one)
+        flat = op.Add(op.Unsqueeze(op.Mul(rows, T), axis_1), source)
+        padded = op.Gather(op.Reshape(x, op.Constant(value_ints=[-1, D])), flat, axis=0)
+        image = op.Unsqueeze(op.Transpose(padded, perm=[0, 2, 1]), axis_2)
+        weight = op.Reshape(op.Transpose(taps, perm=[1, 0]), op.Constant(value_ints=[D, 1, 1, k]))
+        out = op.Conv(image, weight, bias, group=D, dilations=[1, dilation], kernel_shape=[1, k])
+        return op.Transpose(op.Squeeze(out, axis_2), perm=[0, 2, 1])
+
     return {
         torch.ops.aten.linear.default: linear,
         torch.ops.aten.scaled_dot_product_attention.default: attention,
+        torch.ops.voicehub_aot.depthwise.default: depthwise,
     }
 
 
-def _export(code: StageCode) -> ir.Model:
+def _export(code: StageCode, composed: Collection[torch._ops.OpOverload]) -> ir.Model:
     with torch.no_grad():
         program = torch.onnx.export(
             code.program,
@@ -168,7 +193,7 @@ def _export(code: StageCode) -> ir.Model:
             opset_version=OPSET,
             input_names=[v.name for v in code.inputs],
             output_names=[v.name for v in code.outputs],
-            custom_translation_table=_translations(),
+            custom_translation_table={o: t for o, t in _translations().items() if o not in composed},
             optimize=False,
             verbose=False,
         )
@@ -195,15 +220,37 @@ def _simplify(model: ir.Model, weights: Collection[str]) -> None:
     for _ in range(2):
         fold_constants(model, onnx_shape_inference=True, input_size_limit=FOLD_AT_MOST, output_size_limit=FOLD_AT_MOST)
         unused(model)
+    _read_sizes_once(model)
     passes.Sequential(
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.DeduplicateInitializersPass(),  # of constants: weights that are equal today need not stay so
         common.CommonSubexpressionEliminationPass(),
+        common.RemoveUnusedNodesPass(),
         common.OutputFixPass(),
         common.NameFixPass(),
     )(model)
     for value, tensor in hidden.items():
         value.const_value = tensor
+
+
+def _read_sizes_once(model: ir.Model) -> None:
+    """Sizes that are equal by torch's symbols are read off one value, so that what follows from them is equal too."""
+    import onnx_ir
+
+    dims = (dim for value in model.graph.inputs for dim in value.shape or ())
+    known = {str(dim.value) for dim in dims if isinstance(dim, onnx_ir.SymbolicDim)}
+    first: dict[tuple[str, ...], ir.Value] = {}
+    for node in model.graph:
+        value = node.inputs[0] if node.op_type == "Shape" else None
+        if value is None or value.shape is None:
+            continue
+        given = {name: node.attributes[name].as_int() for name in ("start", "end") if name in node.attributes}
+        sizes = tuple(str(size) for size in list(value.shape)[given.get("start", 0) : given.get("end")])
+        if all(size in known or size.isdecimal() for size in sizes):
+            old = node.outputs[0]
+            kept = first.setdefault(sizes, old)
+            if kept is not old:
+                old.replace_all_uses_with(kept)
 
 
 def _name_sizes(model: ir.Model, code: StageCode) -> None:

@@ -29,6 +29,7 @@ import torch
 from voicehub_aot.engines import Source, StageCode, Weights, code_digest
 from voicehub_aot.engines._memory import release_pages
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable
+from voicehub_aot.kernels import depthwise
 from voicehub_aot.target import VECTOR_BITS, Target, host_features
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def reads_weight_file(weights: Weights) -> bool:
 def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any]:
     packed = weights == "packed"
     return {
-        "code": code_digest(__file__),
+        "code": code_digest(__file__, depthwise.__file__),  # whose composition Inductor compiles
         "options": options(weights, target),
         "compiler": compiler_version(),
         "matrix_isa": torch.backends.cpu.get_cpu_capability() if packed else "",

@@ -225,12 +225,16 @@ class Graph:
 
 
 def write_graph(code: StageCode, scratch: Path) -> Graph:
-    """The same graph that the onnxruntime engine runs. Raises CompileFailed or MissingDependency."""
+    """What the onnxruntime engine runs, but for convolutions over frames. Raises CompileFailed or MissingDependency.
+
+    Those stay gathers, which TensorRT fuses: whether it refits a convolution through a reshape of the weight was not
+    tried.
+    """
     _onnx.require()
     import onnx
 
     bare = scratch / "bare"
-    _onnx.write(code, bare)
+    _onnx.write(code, bare, composed=(torch.ops.voicehub_aot.depthwise.default,))
     save_file({n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in code.weights.items()},
               scratch / WEIGHTS)  # fmt: skip
     path = scratch / _onnx.install(bare, scratch, code.name)
