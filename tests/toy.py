@@ -1,5 +1,7 @@
 """A region small enough to read, with a value of every binding: what tests of the frame compile and run."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -140,3 +142,33 @@ class Compiled:
 
     def open(self, job, constants=None):
         return self.engine.open_stage(self.source(job, constants), 1)
+
+    def check_sizes(self, opened, *sizes: tuple[int, int]) -> None:
+        """The opened step computes what the stage does for each (rows, frames)."""
+        for rows, frames in sizes:
+            at = {"B": rows, "frames": frames, "text": 3}
+            inputs = [
+                torch.full((rows,), frames)
+                if v.name == "lengths"
+                else torch.randn([at[s] if isinstance(s, str) else s for s in v.shape])
+                for v in self.step.inputs
+            ]
+            (got,) = opened(inputs)
+            torch.testing.assert_close(got, self.step.module(*inputs)[0])
+
+
+def check_threads(call: Callable[[int], torch.Tensor], times: int) -> None:
+    """Eight threads at once, each with its own argument: every call gives what it gave alone, to the bit."""
+    want = [call(number) for number in range(8)]
+    got: dict[int, list[torch.Tensor]] = {number: [] for number in range(8)}
+
+    def work(number: int) -> None:
+        for _ in range(times):
+            got[number].append(call(number))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in got]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(got[n]) == times and all(torch.equal(g, want[n]) for g in got[n]) for n in got)

@@ -355,7 +355,7 @@ def engine_payload(code: StageCode, job: Job, options: Options) -> dict[str, Any
     nodes = code.graph.graph.nodes
     graph = "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {n.meta.get('val')}" for n in nodes)
     return {
-        "engine": engine.NAME,
+        "format": engine.FORMAT,
         "stage": job.stage,
         "bucket": dict(job.bucket),
         "graph": hashlib.sha256(graph.encode()).hexdigest(),

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import onnx
@@ -48,18 +47,7 @@ def test_an_opened_stage_computes_the_stage(built, stage):
 
 
 def test_one_graph_serves_every_size(built):
-    opened = built.open(built.step)
-
-    for rows, frames in ((1, 1), (2, 5), (3, 40)):
-        sizes = {"B": rows, "frames": frames, "text": 3}
-        inputs = [
-            torch.full((rows,), frames)
-            if v.name == "lengths"
-            else torch.randn([sizes[s] if isinstance(s, str) else s for s in v.shape])
-            for v in built.step.inputs
-        ]
-        (got,) = opened(inputs)
-        torch.testing.assert_close(got, built.step.module(*inputs)[0])
+    built.check_sizes(built.open(built.step), (1, 1), (2, 5), (3, 40))
 
 
 def test_a_graph_names_its_border_and_its_sizes(built, step):
@@ -125,22 +113,9 @@ def test_outputs_are_the_callers_own(built):
 
 def test_eight_threads_share_a_session(built):
     opened = built.open(built.step)
-    (want,) = opened(list(built.step.examples))
-    wrong = []
+    inputs = [[(n + 1) * t if t.is_floating_point() else t for t in built.step.examples] for n in range(8)]
 
-    def work():
-        for _ in range(20):
-            (got,) = opened(list(built.step.examples))
-            if not torch.equal(got, want):
-                wrong.append(got)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert not wrong
+    toy.check_threads(lambda n: opened(inputs[n])[0], 20)
 
 
 def test_threads_are_those_of_the_process(built, monkeypatch):
@@ -289,20 +264,8 @@ def test_a_process_killed_while_it_opens_leaves_nothing(artifact, tmp_path):
 
 def test_eight_threads_share_a_runtime(artifact):
     runtime = load(artifact, concurrency=4)
-    want = [sample(runtime, seed) for seed in range(8)]
-    got = {}
 
-    def work(seed):
-        for _ in range(5):
-            got.setdefault(seed, []).append(sample(runtime, seed))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert all(len(got[seed]) == 5 and all(torch.equal(g, want[seed]) for g in got[seed]) for seed in range(8))
+    toy.check_threads(lambda seed: sample(runtime, seed), 5)
 
 
 def test_one_processor_means_one_thread(artifact):

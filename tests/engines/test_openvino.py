@@ -1,13 +1,12 @@
 """The OpenVINO engine: the same graph as ONNX Runtime's, compiled when it is opened."""
 
 import sys
-import threading
 
 import pytest
 import torch
 import toy
 
-from voicehub_aot.engines import Source
+from voicehub_aot.engines import Source, _onnx
 from voicehub_aot.engines import openvino as engine
 from voicehub_aot.errors import ArtifactCorrupt, MissingDependency
 
@@ -28,18 +27,7 @@ def test_an_opened_stage_computes_the_stage(built, stage):
 
 
 def test_one_graph_serves_every_size(built):
-    opened = built.open(built.step)
-
-    for rows, frames in ((1, 1), (2, 5), (3, 40), (1, 2)):
-        sizes = {"B": rows, "frames": frames, "text": 3}
-        inputs = [
-            torch.full((rows,), frames)
-            if v.name == "lengths"
-            else torch.randn([sizes[s] if isinstance(s, str) else s for s in v.shape])
-            for v in built.step.inputs
-        ]
-        (got,) = opened(inputs)
-        torch.testing.assert_close(got, built.step.module(*inputs)[0])
+    built.check_sizes(built.open(built.step), (1, 1), (2, 5), (3, 40), (1, 2))
 
 
 def test_outputs_are_the_callers_own(built):
@@ -55,22 +43,17 @@ def test_outputs_are_the_callers_own(built):
 
 def test_eight_threads_share_two_requests(built):
     opened = engine.open_stage(built.source(built.step), 2)
-    (want,) = opened(list(built.step.examples))
-    wrong = []
+    inputs = [[(n + 1) * t if t.is_floating_point() else t for t in built.step.examples] for n in range(8)]
 
-    def work():
-        for _ in range(20):
-            (got,) = opened(list(built.step.examples))
-            if not torch.equal(got, want):
-                wrong.append(got)
+    toy.check_threads(lambda n: opened(inputs[n])[0], 20)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
-    assert not wrong
+def test_onnxruntime_finds_the_graph_in_the_cache(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(_onnx, "write", None)  # would fail
+
+    other = toy.Compiled("onnxruntime", "shared", tmp_path)
+
+    assert [entry.key for entry in other.entries] == [entry.key for entry in built.entries]
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):

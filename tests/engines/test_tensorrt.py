@@ -14,7 +14,7 @@ import toy
 from voicehub_aot import engines
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.compilation import Options, _dynamic, plan_jobs, size_spans
-from voicehub_aot.engines import Source, StageCode, tensorrt
+from voicehub_aot.engines import Source, StageCode, _plan, tensorrt
 from voicehub_aot.errors import (
     ArtifactCorrupt,
     CompileFailed,
@@ -32,8 +32,8 @@ from voicehub_aot.stage import split
 from voicehub_aot.target import default_target, parse_target
 
 TARGET = parse_target(default_target())
-HOPPER = tensorrt.Machine(sm=90, tensorrt="10.9.0.34")
-KEY = tensorrt.Key(machine=HOPPER, precision="fp32", graph="0123456789abcdef" * 4)
+HOPPER = _plan.Machine(sm=90, tensorrt="10.9.0.34")
+KEY = _plan.Key(machine=HOPPER, precision="fp32", graph="0123456789abcdef" * 4)
 X = TensorSpec(name="x", shape=("B", "frames", 64), dtype="float32")
 
 
@@ -70,7 +70,7 @@ def test_an_unpromised_batch_serves_a_few_requests():
 
 
 def test_a_profile_is_narrow_and_tuned_for_its_bucket():
-    built = tensorrt.profiles([X], {"B": ((1, 2),), "frames": ((1, 64), (65, 128)), "text": ((1, 9), (10, 20))})
+    built = _plan.profiles([X], {"B": ((1, 2),), "frames": ((1, 64), (65, 128)), "text": ((1, 9), (10, 20))})
 
     assert [(p["x"].least, p["x"].likely, p["x"].most) for p in built] == [
         ((1, 1, 64), (2, 64, 64), (2, 64, 64)),
@@ -81,14 +81,14 @@ def test_a_profile_is_narrow_and_tuned_for_its_bucket():
 def test_a_size_computed_from_another_follows_it():
     halved = TensorSpec(name="y", shape=(3, "2*frames + 1", "N"), dtype="float32")
 
-    (profile,) = tensorrt.profiles([halved], {"frames": ((4, 8),), "N": ((1, 7),)})
+    (profile,) = _plan.profiles([halved], {"frames": ((4, 8),), "N": ((1, 7),)})
 
     assert (profile["y"].least, profile["y"].most) == ((3, 9, 1), (3, 17, 7))
 
 
 def test_too_many_profiles_are_merged_without_a_gap():
     frames = tuple((16 * n + 1, 16 * n + 16) for n in range(15))
-    built = tensorrt.profiles([X], {"B": ((1, 2), (3, 8)), "frames": frames})
+    built = _plan.profiles([X], {"B": ((1, 2), (3, 8)), "frames": frames})
 
     assert len(built) == 16
     covered = sorted({(p["x"].least[1], p["x"].most[1]) for p in built})
@@ -99,18 +99,18 @@ def test_too_many_profiles_are_merged_without_a_gap():
 
 def test_a_size_without_a_range_is_named():
     with pytest.raises(CompileFailed, match="frames"):
-        tensorrt.profiles([X], {"B": ((1, 2),)})
+        _plan.profiles([X], {"B": ((1, 2),)})
 
 
 @pytest.mark.parametrize(("shape", "number"), [((1, 1, 64), 0), ((2, 64, 64), 0), ((1, 65, 64), 1), ((2, 128, 64), 1)])
 def test_a_call_finds_its_profile(shape, number):
-    assert tensorrt.profile_for(plan(), {"x": shape}, "step") == number
+    assert _plan.profile_for(plan(), {"x": shape}, "step") == number
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 129, 64), (1, 64, 63), (1, 64)])
 def test_a_call_beyond_every_profile_says_what_is_too_large(shape):
     with pytest.raises(NoBucketFits, match=r"x \(.*largest \(2, 128, 64\).*batch="):
-        tensorrt.profile_for(plan(), {"x": shape}, "step")
+        _plan.profile_for(plan(), {"x": shape}, "step")
 
 
 # The graph
@@ -120,7 +120,7 @@ def test_the_parser_reads_the_stage_with_its_weights_from_the_file_beside_it(tmp
     import onnxruntime
 
     job, code = stage_code()
-    graph = tensorrt.write_graph(code, tmp_path)
+    graph = _plan.write_graph(code, tmp_path)
     session = onnxruntime.InferenceSession(graph.path, providers=["CPUExecutionProvider"])
 
     results = session.run(None, {v.name: t.numpy() for v, t in zip(job.inputs, job.examples, strict=True)})
@@ -132,7 +132,7 @@ def test_the_parser_reads_the_stage_with_its_weights_from_the_file_beside_it(tmp
 
 
 def test_the_digest_is_of_the_graph_and_not_of_its_weights(tmp_path):
-    first, second = (tensorrt.write_graph(stage_code(seed)[1], tmp_path / str(seed)) for seed in (0, 1))
+    first, second = (_plan.write_graph(stage_code(seed)[1], tmp_path / str(seed)) for seed in (0, 1))
 
     assert first.digest == second.digest
 
@@ -147,20 +147,20 @@ def test_precision_tells_every_float_type():
         helper.make_node("Cast", ["low"], ["y"], to=TensorProto.FLOAT),
     ]
 
-    assert tensorrt.precision(helper.make_model(helper.make_graph(nodes, "g", [value], [result]))) == "bf16-fp32"
+    assert _plan.precision(helper.make_model(helper.make_graph(nodes, "g", [value], [result]))) == "bf16-fp32"
 
 
 # Key, record and what is checked at load
 
 
 def plan(**changes):
-    profiles = tensorrt.profiles([X], {"B": ((1, 2),), "frames": ((1, 64), (65, 128))})
-    return tensorrt.Plan(**{"key": KEY, "profiles": profiles, "workspace_bytes": (1024, 2048), **changes})
+    profiles = _plan.profiles([X], {"B": ((1, 2),), "frames": ((1, 64), (65, 128))})
+    return _plan.Plan(**{"key": KEY, "profiles": profiles, "workspace_bytes": (1024, 2048), **changes})
 
 
 def installed(folder, built, **changes):
     """An artifact that holds this plan."""
-    tensorrt.write_plan(folder / "compiled", built, b"plan")
+    _plan.write_plan(folder / "compiled", built, b"plan")
     path = tensorrt.install(folder / "compiled", folder / "artifact", "step", TARGET)
     files = [f.relative_to(folder / "artifact").as_posix() for f in (folder / "artifact").rglob("*") if f.is_file()]
     fields = {"digests": dict.fromkeys(files, ""), "inputs": (X,), "outputs": (), "constants": {}, "where": "a step"}
@@ -172,7 +172,7 @@ def test_a_plan_is_named_by_gpu_version_precision_and_graph():
 
 
 def test_an_installed_plan_is_found_again(tmp_path):
-    read, file = tensorrt.read_plan(installed(tmp_path, plan()), HOPPER)
+    read, file = _plan.read_plan(installed(tmp_path, plan()), HOPPER)
 
     assert read == plan()
     assert (file.name, file.read_bytes()) == (f"{KEY.name}.plan", b"plan")
@@ -188,16 +188,16 @@ def test_an_installed_plan_is_found_again(tmp_path):
 )
 def test_a_plan_of_another_machine_is_refused(tmp_path, machine, error, says):
     with pytest.raises(error, match=says):
-        tensorrt.read_plan(installed(tmp_path, plan()), HOPPER.model_copy(update=machine))
+        _plan.read_plan(installed(tmp_path, plan()), HOPPER.model_copy(update=machine))
 
 
 def test_a_plan_of_another_graph_than_the_record_tells_is_corrupt(tmp_path):
     source = installed(tmp_path, plan())
     other = plan(key=KEY.model_copy(update={"graph": "f" * 64}))
-    (source.root / source.path / tensorrt.RECORD).write_text(other.model_dump_json())
+    (source.root / source.path / _plan.RECORD).write_text(other.model_dump_json())
 
     with pytest.raises(ArtifactCorrupt, match=r"ffffffffffffffff\.plan, which is missing"):
-        tensorrt.read_plan(source, HOPPER)
+        _plan.read_plan(source, HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -210,27 +210,27 @@ def test_a_plan_of_another_graph_than_the_record_tells_is_corrupt(tmp_path):
 )
 def test_a_record_that_does_not_fit_the_manifest_is_corrupt(tmp_path, changes, says):
     with pytest.raises(ArtifactCorrupt, match=says):
-        tensorrt.read_plan(installed(tmp_path, plan(), **changes), HOPPER)
+        _plan.read_plan(installed(tmp_path, plan(), **changes), HOPPER)
 
 
 def test_a_damaged_record_is_corrupt(tmp_path):
     source = installed(tmp_path, plan())
-    (source.root / source.path / tensorrt.RECORD).write_text(json.dumps({"key": 1}))
+    (source.root / source.path / _plan.RECORD).write_text(json.dumps({"key": 1}))
 
     with pytest.raises(ArtifactCorrupt, match="not the record of a plan"):
-        tensorrt.read_plan(source, HOPPER)
+        _plan.read_plan(source, HOPPER)
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     file = tensorrt.timing_cache(tmp_path, HOPPER)
-    tensorrt.replace_file(file, b"old")
+    _plan.replace_file(file, b"old")
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pathlib.Path.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        tensorrt.replace_file(file, b"new")
+        _plan.replace_file(file, b"new")
 
     assert file.relative_to(tmp_path).as_posix() == "tensorrt/sm90-trt10.9.0.34.timing"
     assert list(file.parent.iterdir()) == [file]
@@ -373,12 +373,12 @@ def test_the_builder_strips_the_weight_files_weights_and_keeps_full_float32(fake
 
     place = compile_step(toy_step, tmp_path)
 
-    record = tensorrt.Plan.model_validate_json((place / tensorrt.RECORD).read_bytes())
+    record = _plan.Plan.model_validate_json((place / _plan.RECORD).read_bytes())
     assert package.flags == {"strip", "individual"}
     assert set(package.marked) == set(toy_step.weights)
     assert [set(p) for p in package.profiles] == [{v.name for v in toy_step.inputs}] * len(record.profiles)
     assert record.workspace_bytes == (1000, 2000)
-    assert sorted(f.name for f in place.iterdir()) == sorted([tensorrt.RECORD, f"{record.key.name}.plan"])
+    assert sorted(f.name for f in place.iterdir()) == sorted([_plan.RECORD, f"{record.key.name}.plan"])
     assert sorted(f.name for f in tmp_path.iterdir()) == ["cache", "engine"]  # no scratch is left
 
 
@@ -395,7 +395,7 @@ def test_timings_are_kept_for_the_next_build(fake, toy_step, tmp_path):
 def test_timings_that_are_refused_are_measured_anew(fake, toy_step, tmp_path):
     package = fake(toy_step.inputs, useless=b"damaged")
     file = tensorrt.timing_cache(tmp_path / "cache", HOPPER)
-    tensorrt.replace_file(file, b"damaged")
+    _plan.replace_file(file, b"damaged")
 
     compile_step(toy_step, tmp_path)
 

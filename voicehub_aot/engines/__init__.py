@@ -91,12 +91,14 @@ class Engine(Protocol):
     """What every module here offers.
 
     NATIVE: its code is bound to an instruction set and to torch's minor version. STATIC: it may be compiled for fixed
-    sizes; otherwise its one engine serves every bucket.
+    sizes; otherwise its one engine serves every bucket. FORMAT: of its compiled stages; engines that share one find
+    each other's in the cache where their settings agree.
     """
 
     NAME: str
     NATIVE: bool
     STATIC: bool
+    FORMAT: str
 
     def check(self) -> None:
         """Raises EngineUnavailable or MissingDependency if this machine cannot build or run it."""

@@ -4,7 +4,10 @@ The graph has the stage's own names for inputs, outputs and sizes, standard oper
 reference: each initializer points to its tensor in the artifact's one weight file. ONNX forbids paths that leave the
 graph's folder, so graphs lie beside that file, at the artifact's root.
 
-torch's exporter is used with two translations of ours. A linear layer becomes Gemm with the weight as it is stored; by
+Engines that run such a graph take FORMAT and the functions of `Engine` from here, so that they find each other's
+graphs in the cache.
+
+torch's exporter is used with translations of ours. A linear layer becomes Gemm with the weight as it is stored; by
 default it becomes Transpose and MatMul, and folding the transpose would make a second copy of every weight. Attention
 stays one operator.
 """
@@ -22,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from voicehub_aot.engines import WEIGHTS, StageCode, code_digest
+from voicehub_aot.engines import WEIGHTS, StageCode, Weights, code_digest
 from voicehub_aot.errors import CompileFailed, MissingDependency
+from voicehub_aot.target import Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+FORMAT = "onnx"
 OPSET = 23  # the first one with attention as an operator
 MODEL = "stage.onnx"
 FOLD_AT_MOST = 8192  # elements of a computed constant: shapes and index tables, no weights
@@ -53,10 +58,22 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("onnx", "onnx-ir", "onnxscript")} | {"opset": str(OPSET)}
 
 
-def settings() -> dict[str, Any]:
-    """Everything but the stage that shapes a graph: the whole of `Engine.settings` for an engine that only reads it."""
+def reads_weight_file(weights: Weights) -> bool:
+    return True
+
+
+def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any]:
+    """Everything but the stage that shapes a graph."""
     require()
     return {"code": code_digest(__file__), **versions()}
+
+
+def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
+    write(code, folder)
+
+
+def install(compiled: Path, root: Path, name: str, target: Target) -> str:
+    return place(compiled, root, name)
 
 
 def write(code: StageCode, folder: Path, composed: Collection[torch._ops.OpOverload] = ()) -> None:
@@ -85,7 +102,7 @@ def write(code: StageCode, folder: Path, composed: Collection[torch._ops.OpOverl
     onnx.save(proto, folder / MODEL)
 
 
-def install(compiled: Path, root: Path, name: str) -> str:
+def place(compiled: Path, root: Path, name: str) -> str:
     """The graph at the artifact's root, its weights placed in the weight file there; checked. Returns its name."""
     import onnx
 

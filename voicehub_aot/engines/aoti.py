@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 NAME = "aoti"
 NATIVE = True
 STATIC = True
+FORMAT = NAME
 
 FOLDER = Path("data/aotinductor/model")  # where the raw loader looks inside an unpacked package
 LIBRARY = FOLDER / "model.wrapper.so"

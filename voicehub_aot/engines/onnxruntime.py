@@ -10,16 +10,14 @@ between two steps needs the same processors.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, _onnx
+from voicehub_aot.engines import WEIGHTS, Source, _onnx
 from voicehub_aot.engines._memory import release_pages
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
-from voicehub_aot.target import Target
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -27,6 +25,12 @@ if TYPE_CHECKING:
 NAME = "onnxruntime"
 NATIVE = False
 STATIC = False
+FORMAT = _onnx.FORMAT
+
+reads_weight_file = _onnx.reads_weight_file
+settings = _onnx.settings
+compile_stage = _onnx.compile_stage
+install = _onnx.install
 
 DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -55,24 +59,8 @@ def _runtime() -> Any:
     return onnxruntime
 
 
-def reads_weight_file(weights: Weights) -> bool:
-    return True
-
-
-def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any]:
-    return _onnx.settings()
-
-
 def versions() -> dict[str, str]:
     return {"onnxruntime": str(_runtime().__version__), **_onnx.versions()}
-
-
-def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
-    _onnx.write(code, folder)
-
-
-def install(compiled: Path, root: Path, name: str, target: Target) -> str:
-    return _onnx.install(compiled, root, name)
 
 
 def open_stage(source: Source, runners: int) -> SessionStage:

@@ -5,19 +5,23 @@ Like onnxruntime's, one graph with varying sizes serves every bucket and reads t
 
 from __future__ import annotations
 
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from voicehub_aot.engines import Source, StageCode, Weights, _onnx
+from voicehub_aot.engines import Source, _onnx
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
-from voicehub_aot.target import Target
 
 NAME = "openvino"
 NATIVE = False
 STATIC = False
+FORMAT = _onnx.FORMAT
+
+reads_weight_file = _onnx.reads_weight_file
+settings = _onnx.settings
+compile_stage = _onnx.compile_stage
+install = _onnx.install
 
 
 def check() -> None:
@@ -35,24 +39,8 @@ def _package() -> Any:
     return openvino
 
 
-def reads_weight_file(weights: Weights) -> bool:
-    return True
-
-
-def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any]:
-    return _onnx.settings()
-
-
 def versions() -> dict[str, str]:
     return {"openvino": str(_package().__version__).split("-")[0], **_onnx.versions()}
-
-
-def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
-    _onnx.write(code, folder)
-
-
-def install(compiled: Path, root: Path, name: str, target: Target) -> str:
-    return _onnx.install(compiled, root, name)
 
 
 def open_stage(source: Source, runners: int) -> RequestStage:
