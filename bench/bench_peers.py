@@ -24,22 +24,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
 
-from candidates import (
-    COLUMNS,
-    EAGER,
-    ONNX,
-    PEERS,
-    Measured,
-    cells,
-    chosen_of,
-    line_up,
-    measure,
-    missing,
-    opened,
-    records,
-    step_flops,
-)
-from subject import Subject, build_artifact, numbers, parser, resolve, use_threads
+from candidates import EAGER, ONNX, PEERS, chosen_of, line_up, missing, opened
+from measuring import COLUMNS, Measured, cells, measure, records, step_flops
+from subject import Subject, build_artifact, resolve, sweep_parser, use_threads
 from timing import append_json, command, environment, print_table, versions
 
 if TYPE_CHECKING:
@@ -156,10 +143,8 @@ def chose(runtime: Runtime) -> bool:
 
 
 def main() -> int:
-    arguments = parser(__doc__, rounds=15)
-    arguments.add_argument("--lengths", type=numbers, help="frames, e.g. 64,128 (default: 32 to 1024, or 1000)")
+    arguments = sweep_parser(__doc__, rounds=15, lengths=LENGTHS, holds="every engine of ours")
     arguments.add_argument("--candidates", default=",".join(CANDIDATES), help="default %(default)s")
-    arguments.add_argument("--artifact", type=Path, help="holds both engines (default: one is built)")
     arguments.add_argument("--auto-artifact", type=Path, help="chose its engines (default: one is built)")
     arguments.add_argument(
         "--budget-s",

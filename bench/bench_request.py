@@ -20,16 +20,16 @@ sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script
 
 import reference
 import torch
-from candidates import EAGER, OURS, opened, record
+from candidates import EAGER, OURS, opened
+from measuring import record
 from subject import (
     DEFAULT_LENGTHS,
     DEFAULT_STEPS,
     characters,
     difference,
     draw,
-    numbers,
-    parser,
     resolve,
+    sweep_parser,
     use_threads,
 )
 from timing import append_json, environment, interleaved, note, print_table
@@ -39,10 +39,8 @@ FLOOR = 1.0  # a request may never be slower than eager
 
 
 def main() -> int:
-    arguments = parser(__doc__, rounds=9)
-    arguments.add_argument("--lengths", type=numbers, help="frames, e.g. 64,128")
+    arguments = sweep_parser(__doc__, rounds=9)
     arguments.add_argument("--steps", type=int, help="of the sampling loop (default: 8 for supertonic, 7 for f5tts)")
-    arguments.add_argument("--artifact", type=Path, help="default: one is built")
     options = arguments.parse_args()
     lengths = options.lengths or DEFAULT_LENGTHS[options.model]
     steps = options.steps or DEFAULT_STEPS[options.model]

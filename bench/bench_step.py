@@ -3,7 +3,8 @@
     python bench/bench_step.py --model supertonic --lengths 64,128,250
     python bench/bench_step.py --model f5tts --lengths 64,128,250,512 --rounds 9 --json step.jsonl --gate
 
-Candidates (see candidates.py for the first three, the roofline, and how all are checked before they are timed):
+Candidates (see candidates.py for the first three and how all are checked before they are timed, measuring.py for the
+roofline):
 
     eager, torch.compile, onnxruntime
     ours           the packed artifact: what depends on the request alone is prepared once, as in a sampling loop
@@ -18,21 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
 
-from candidates import (
-    COLUMNS,
-    COMPILED,
-    EAGER,
-    ONNX,
-    OURS,
-    cells,
-    chosen_of,
-    line_up,
-    measure,
-    opened,
-    records,
-    step_flops,
-)
-from subject import DEFAULT_LENGTHS, numbers, parser, resolve, use_threads
+from candidates import COMPILED, EAGER, ONNX, OURS, chosen_of, line_up, opened
+from measuring import COLUMNS, cells, measure, records, step_flops
+from subject import DEFAULT_LENGTHS, resolve, sweep_parser, use_threads
 from timing import Times, append_json, environment, print_table
 
 SHARED = "ours-shared"
@@ -54,10 +43,8 @@ def verdict(model: str, frames: int, times: Mapping[str, Times]) -> tuple[bool, 
 
 
 def main() -> int:
-    arguments = parser(__doc__, rounds=15)
-    arguments.add_argument("--lengths", type=numbers, help="frames, e.g. 64,128")
+    arguments = sweep_parser(__doc__, rounds=15, holds="packed weights")
     arguments.add_argument("--candidates", default=",".join(CANDIDATES[:4]), help="default %(default)s")
-    arguments.add_argument("--artifact", type=Path, help="the packed artifact (default: one is built)")
     arguments.add_argument("--shared-artifact", type=Path, help="the one with shared weights (default: one is built)")
     options = arguments.parse_args()
     chosen = chosen_of(arguments, options.candidates, CANDIDATES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +33,17 @@ def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
     result.add_argument("--pause-ms", type=float, default=60.0, help="before each timed call (default 60)")
     result.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object per row")
     result.add_argument("--gate", action="store_true", help="exit with 6 if a target is missed")
+    return result
+
+
+def sweep_parser(
+    doc: str | None, rounds: int, lengths: Mapping[str, tuple[int, ...]] = DEFAULT_LENGTHS, holds: str = "what is timed"
+) -> argparse.ArgumentParser:
+    """Of a benchmark of an artifact at several lengths. holds: what an artifact that is given must."""
+    result = parser(doc, rounds)
+    defaults = "; ".join(f"{','.join(map(str, frames))} for {model}" for model, frames in lengths.items())
+    result.add_argument("--lengths", type=numbers, help=f"frames, e.g. 64,128 (default: {defaults})")
+    result.add_argument("--artifact", type=Path, help=f"holds {holds} (default: one is built)")
     return result
 
 

@@ -64,11 +64,11 @@ def test_every_candidate_has_a_row_with_its_share_and_every_length_a_verdict(ben
 @pytest.fixture
 def measured(bench):
     """One length with the given seconds by candidate, at a packed-matrix rate of 100 FLOP/s and 100 FLOP a step."""
-    candidates, times = bench("candidates"), bench("timing").Times
+    measuring, times = bench("measuring"), bench("timing").Times
 
     def make(model, frames, failed=(), **seconds):
         line = SimpleNamespace(subject=SimpleNamespace(model=SimpleNamespace(name=model)), kind="upstream's own module")
-        return candidates.Measured(
+        return measuring.Measured(
             line=line,
             frames=frames,
             pause_s=0.0,
