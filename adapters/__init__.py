@@ -66,8 +66,9 @@ class Adapter(Protocol):
     defaults; those that are hyperparameters too are taken from the config. HUB_FILES: file patterns of each config in
     its hub repository. TRAITS: what the model supports, whether or not it is built here.
 
-    Two names an adapter may leave out: CONFIG_STEPS, step counts by config where they differ from DEFAULT_STEPS, and
-    case_config(case), the config of a recorded case that leaves sizes to its tensors.
+    Names an adapter may leave out: CONFIG_STEPS, step counts by config where they differ from DEFAULT_STEPS;
+    RELEASED_DTYPE, of the checkpoints, which synthetic ones then have too (default float32); case_config(case), the
+    config of a recorded case that leaves sizes to its tensors.
     """
 
     NAME: str

@@ -56,6 +56,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "RELEASED_DTYPE",
     "TRAITS",
     "case_program",
     "checkpoint_shapes",
@@ -69,7 +70,8 @@ __all__ = [
 
 ALIASES = ("vibe-voice",)
 DEFAULT_CONFIG = "VibeVoice-1.5B"
-DEFAULT_BUCKETS = {"batch": (1, 2, 4, 8)}
+DEFAULT_BUCKETS = {"batch": (1,)}  # more rows are another engine: --buckets 8
+RELEASED_DTYPE = torch.bfloat16
 DEFAULT_STEPS = (10, 5)
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, ("model*.safetensors", INDEX))
 TRAITS = Traits(

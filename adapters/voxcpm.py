@@ -61,6 +61,7 @@ __all__ = [
     "HUB_FILES",
     "NAME",
     "PROGRAM_OPTIONS",
+    "RELEASED_DTYPE",
     "TRAITS",
     "case_config",
     "case_program",
@@ -76,6 +77,7 @@ __all__ = [
 ALIASES = ("voxcpm2",)
 DEFAULT_CONFIG = "VoxCPM2"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {}
+RELEASED_DTYPE = torch.bfloat16
 DEFAULT_STEPS = (10,)
 HUB_FILES: Mapping[str, tuple[str, ...]] = {
     name: () if name.startswith("tiny") else ("config.json", "model.safetensors", "pytorch_model.bin")

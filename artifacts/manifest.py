@@ -30,13 +30,15 @@ class FileEntry(_Data):
 class EngineEntry(_Data):
     """One compiled stage. bucket: the sizes it was fixed to; empty = any size.
 
-    serves: the buckets it was chosen for by measurement; empty = all that it fits. constants: weights it reads from
-    the weight file, under these names (none when they are packed inside).
+    most_requests: it was made for so many and no more; None = any number. serves: the buckets it was chosen for by
+    measurement; empty = all that it fits. constants: weights it reads from the weight file, under these names (none
+    when they are packed inside).
     """
 
     engine: str
     stage: Literal["prepare", "step"]
     bucket: dict[str, int]
+    most_requests: int | None = None
     serves: tuple[dict[str, int], ...] = ()
     path: str
     inputs: tuple[TensorSpec, ...]

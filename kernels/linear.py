@@ -9,10 +9,12 @@ The rule by which a linear is left to the matrix library or fused is `few`; engi
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+import math
 
-FEW_ROWS = 4  # measured by bench/bench_linear.py; on CPU, where weights do not fit the cache
+import torch
+
+FEW_ROWS = 4  # bench/bench_linear.py; on CPU, for weights that do not fit the cache
+STREAMS = 8  # weight rows read side by side, or half of the memory's bandwidth is left (bench/bench_linear.py)
 
 
 def few(rows: int, device: str = "cpu") -> bool:
@@ -20,22 +22,20 @@ def few(rows: int, device: str = "cpu") -> bool:
     return device == "cpu" and rows <= FEW_ROWS
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [..., K]; weight: [M, K], stored as narrow as it was released. Returns [..., M] in x's dtype."""
-    return F.linear(x, weight.to(x.dtype), bias)
+def reduced(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> torch.Tensor:
+    """`F.linear` as reductions over weight rows, each read once for all rows of x.
 
-
-def reduced(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear` as a reduction over each weight row; rows of x innermost, so that a weight row is read once."""
+    x: [..., K], of at most `most` rows, which the caller checks; weight: [M, K], in x's dtype or a narrower one.
+    Returns [..., M] in x's dtype.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    product = (weight.to(x.dtype)[:, None, :] * rows[None]).sum(-1)  # [M, rows]
+    count, outputs = rows.shape[0], weight.shape[0]
+    streams = weight.unflatten(0, (math.gcd(outputs, STREAMS), -1)).unbind(0)
+    products = [
+        torch.cat([(stream.to(x.dtype) * rows.select(0, torch.sym_min(row, count - 1))).sum(-1) for stream in streams])
+        for row in range(most)  # those beyond the last repeat it
+    ]
+    out = torch.stack(products).index_select(0, torch.arange(count, device=x.device).clamp(max=most - 1))
     if bias is not None:
-        product = product + bias[:, None]
-    return product.t().reshape(*x.shape[:-1], weight.shape[0])
-
-
-class Linear(torch.nn.Linear):
-    """Keeps its weight in the dtype it is given."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        out = out + bias
+    return out.reshape(*x.shape[:-1], outputs)

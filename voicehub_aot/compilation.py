@@ -97,7 +97,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Job:
-    """One stage for one engine. bucket: sizes fixed at compile time. examples: their sizes steer loop choices."""
+    """One stage for one engine.
+
+    bucket: sizes fixed at compile time. examples: their sizes steer loop choices. most_requests: the code is made for
+    so many and no more.
+    """
 
     engine: str
     stage: Literal["prepare", "step"]
@@ -106,6 +110,7 @@ class Job:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     examples: tuple[torch.Tensor, ...]
+    most_requests: int | None = None
 
     @property
     def stage_name(self) -> str:
@@ -155,7 +160,8 @@ def plan_jobs(staged: Staged, options: Options, engine: str) -> list[Job]:
         examples = tuple(values[v.name] for v in staged.step.inputs)
         step = staged.step
         body = few_rows.fused(step, spans) if fuses else step.module
-        jobs.append(Job(engine, "step", bucket, body, step.inputs, step.outputs, examples))
+        most = None if body is step.module else max(options.buckets.axes.get("batch", UNPROMISED_REQUESTS))
+        jobs.append(Job(engine, "step", bucket, body, step.inputs, step.outputs, examples, most))
     if options.choice is None:
         return jobs
     chosen = options.choice
@@ -292,6 +298,7 @@ def install(item: Compiled, folder: Path, options: Options) -> EngineEntry:
         engine=engine.NAME,
         stage=job.stage,
         bucket=dict(job.bucket),
+        most_requests=job.most_requests,
         path=engine.install(item.place, folder, job.stage_name, options.target),
         inputs=job.inputs,
         outputs=job.outputs,

@@ -32,7 +32,8 @@ def fused(stage: Stage, spans: Spans) -> fx.GraphModule:
 
     Their weights are kept in bfloat16, under a name of its own, where that loses nothing: every value is one.
     """
-    chosen = {n.name for n in _linears(stage.module) if few(most_rows(n, stage, spans))}
+    counts = {n.name: most_rows(n, stage, spans) for n in _linears(stage.module)}
+    chosen = {name: rows for name, rows in counts.items() if few(rows)}
     if not chosen:
         return stage.module
     module = copy.copy(stage.module)  # weights stay shared
@@ -40,6 +41,7 @@ def fused(stage: Stage, spans: Spans) -> fx.GraphModule:
     for node in _linears(module):
         if node.name in chosen:
             node.target = reduced
+            node.args = (*node.args[:2], node.args[2] if len(node.args) > 2 else None, chosen[node.name])
             _narrow(module, node)
     module.graph.eliminate_dead_code()
     module.recompile()

@@ -34,7 +34,9 @@ def resolve(model: str, config: str | None, weights: str, values: Mapping[str, A
     named = _named_config(adapter, config) if values is None else adapter.config_from(values)
     if weights == SYNTHETIC:
         chosen = named if named is not None else adapter.CONFIGS[adapter.DEFAULT_CONFIG]
-        state = synthetic_weights(adapter.checkpoint_shapes(chosen)) | adapter.formula_weights(chosen)
+        released = getattr(adapter, "RELEASED_DTYPE", torch.float32)
+        drawn = synthetic_weights(adapter.checkpoint_shapes(chosen)) | adapter.formula_weights(chosen)
+        state = {key: tensor.to(released) for key, tensor in drawn.items()}
         return _model(adapter, config or adapter.DEFAULT_CONFIG, chosen, state, SYNTHETIC)
     files = adapter.HUB_FILES.get(config or "", adapter.HUB_FILES[adapter.DEFAULT_CONFIG])
     path = locate(weights, files)

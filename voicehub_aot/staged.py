@@ -77,6 +77,7 @@ class StagedEvaluator:
     def _step_for(self, sizes: Mapping[str, int]) -> tuple[EngineEntry, StageEngine]:
         for entry, engine in self.step_engines:
             fits = all(sizes[dim] == size for dim, size in entry.bucket.items())
+            fits = fits and (entry.most_requests is None or sizes.get(BATCH, 1) <= entry.most_requests)
             if fits and (not entry.serves or self.buckets.nearest(sizes) in entry.serves):
                 return entry, engine
         raise EngineUnavailable(f"no step engine was built for sizes {dict(sizes)}")
