@@ -26,8 +26,9 @@ venv: .venv/stamp
 	$*/bin/python $(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
+# Two workers of one thread each: what takes long is compiling, which uses one core.
 test: venv
-	$(BIN)/pytest --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --durations=25
 
 lint: venv build/links
 	$(BIN)/ruff check .

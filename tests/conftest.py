@@ -24,10 +24,15 @@ CACHE = "VOICEHUB_AOT_CACHE_DIR"
 
 @pytest.fixture(scope="session", autouse=True)
 def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where finished engines are kept: the developer's choice, who then waits once, or else this session's own."""
+    """Where finished engines are kept: the developer's choice, who then waits once, or else this session's own.
+
+    Workers that share a session's tests share its engines.
+    """
+    own = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         if CACHE not in os.environ:
-            patch.setenv(CACHE, str(tmp_path_factory.mktemp("engine-cache")))
+            session = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+            patch.setenv(CACHE, str(session / "engine-cache"))
         yield Path(os.environ[CACHE])
 
 

@@ -67,9 +67,6 @@ def request(frames: int = FRAMES, rows: int = 1, seed: int = 0) -> dict[str, Ten
     }
 
 
-SIZED = {"x": FRAMES, "hidden": FRAMES, "text_state": BYTES, "speaker_state": PATCHES, "latent_state": PREFIX}
-
-
 def padded(inputs: dict[str, Tensor], more: int) -> dict[str, Tensor]:
     """The same rows in tensors with `more` positions of garbage; the masks say that they are padding."""
     wider = dict(inputs)
@@ -106,8 +103,11 @@ def test_a_row_in_larger_tensors_gives_what_it_gives_alone(more: int) -> None:
 def test_ragged_rows_do_not_see_each_other() -> None:
     module, counts = region_of().module, (FRAMES, 6, 1)
     alone = [request(frames, seed=frames) for frames in counts]
-    wide = [padded({k: v for k, v in a.items() if k in ("x", "hidden")}, FRAMES - n) for a, n in zip(alone, counts)]  # noqa: B905
-    both = {k: torch.cat([{**a, **w}[k] for a, w in zip(alone, wide)]) for k in alone[0]}  # noqa: B905
+    wide = [
+        padded({k: v for k, v in a.items() if k in ("x", "hidden")}, FRAMES - n)
+        for a, n in zip(alone, counts, strict=True)
+    ]
+    both = {k: torch.cat([{**a, **w}[k] for a, w in zip(alone, wide, strict=True)]) for k in alone[0]}
     both["time"], both["start_pos"] = alone[0]["time"], torch.tensor([8, 8, 8])
     together = module(**both)
     for row, inputs in enumerate(alone):
