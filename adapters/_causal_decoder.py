@@ -5,7 +5,8 @@ ConditionalDecoder, which also knows mean flow, and FunAudioLLM/CosyVoice 074ca6
 (Apache-2.0), cosyvoice/flow/decoder.py, CausalConditionalDecoder, which also knows chunks. Parameters keep upstream's
 names and shapes. All releases have one channel level, so that nothing is resampled.
 
-Inside all is channels-last. Upstream masks around every convolution. Padding stands behind the real frames and
+Inside all is channels-last, and contiguous: a linear over a transposed view would be compiled as one matrix product a
+row, its weights not packed. Upstream masks around every convolution. Padding stands behind the real frames and
 convolutions look back only, so it meets them as attention keys alone: masking those and the output is the same. Order
 enters through the convolutions: attention knows no positions.
 """
@@ -58,6 +59,11 @@ def chunk_bias(valid: Tensor, streaming: Tensor | None, chunk: int) -> Tensor:
     return bias[:, None]
 
 
+def channels_last(x: Tensor) -> Tensor:
+    """x: [B, C, T] -> [B, T, C], contiguous."""
+    return x.transpose(1, 2).contiguous()
+
+
 def sinusoids(time: Tensor, width: int) -> Tensor:
     """time: [1] float32, 0 = noise, 1 = data -> [1, width]. Angles reach 1000 rad: upstream's order of products."""
     decay = -(math.log(10000) / (width // 2 - 1))
@@ -94,7 +100,7 @@ class ByPieces(nn.Conv1d):
         if self.kernel_size == (1,):
             return F.linear(x, weight.squeeze(-1), bias)
         past = F.pad(x, (0, 0, self.kernel_size[0] - 1, 0))
-        return F.conv1d(past.transpose(1, 2), weight, bias).transpose(1, 2)
+        return channels_last(F.conv1d(past.transpose(1, 2), weight, bias))
 
 
 class ConvBlock(nn.Module):
@@ -222,11 +228,11 @@ class ConditionalDecoder(nn.Module):
         e = self.time_mlp(time)
         if self.time_embed_mixer is not None and r is not None:
             e = self.time_embed_mixer(torch.cat((e, self.time_mlp(r)), dim=-1))
-        known = torch.cat((mu, spks[..., None].expand(-1, -1, frames), cond), dim=1).transpose(1, 2)
+        known = channels_last(torch.cat((mu, spks[..., None].expand(-1, -1, frames), cond), dim=1))
         if drop is not None:
             known = known.masked_fill(drop[:, None, None], 0.0)
         down, up = self.down_blocks[0], self.up_blocks[0]
-        h = skip = down([x.transpose(1, 2), known], e, bias)
+        h = skip = down([channels_last(x), known], e, bias)
         h = down[2](h)  # type: ignore[index]
         for stage in self.mid_blocks:
             h = stage([h], e, bias)

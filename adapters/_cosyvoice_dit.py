@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from voicehub_aot.adapters._causal_decoder import chunk_bias
+from voicehub_aot.adapters._causal_decoder import channels_last, chunk_bias
 from voicehub_aot.adapters._f5_dit import (
     DiTBlock,
     DiTConfig,
@@ -58,7 +58,7 @@ class CausalConvPositionEmbedding(nn.Module):
         x = x.transpose(1, 2)
         for conv in (self.conv1[0], self.conv2[0]):
             x = mish(conv(F.pad(x, (self.past, 0))))
-        return x.transpose(1, 2)
+        return channels_last(x)
 
 
 class InputEmbedding(nn.Module):
@@ -116,8 +116,8 @@ class CosyDiT(nn.Module):
         inside, reach = position < lengths[:, None], position < extent[:, None]
         real = inside[..., None].to(mu.dtype)
         te = self.time_embed(time)
-        cond, mu = (v.masked_fill(drop[:, None, None], 0.0).transpose(1, 2) for v in (cond, mu))
-        h = first = self.input_embed(x.transpose(1, 2), cond, mu, spks.masked_fill(drop[:, None], 0.0))
+        cond, mu = (channels_last(v).masked_fill(drop[:, None, None], 0.0) for v in (cond, mu))
+        h = first = self.input_embed(channels_last(x), cond, mu, spks.masked_fill(drop[:, None], 0.0))
         rope = self.rotary_embed(frames)
         bias = chunk_bias(inside, streaming, self.chunk)
         for block in self.transformer_blocks:
