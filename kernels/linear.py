@@ -22,6 +22,12 @@ def few(rows: int, device: str = "cpu") -> bool:
     return device == "cpu" and rows <= FEW_ROWS
 
 
+def _least(row: int, last: int) -> int:
+    """The smaller; `last` may be a symbol while a graph is traced."""
+    least: int = torch.sym_min(row, last)  # type: ignore[no-untyped-call]
+    return least
+
+
 def reduced(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> torch.Tensor:
     """`F.linear` as reductions over weight rows, each read once for all rows of x.
 
@@ -30,9 +36,10 @@ def reduced(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mo
     """
     rows = x.reshape(-1, x.shape[-1])
     count, outputs = rows.shape[0], weight.shape[0]
-    streams = weight.unflatten(0, (math.gcd(outputs, STREAMS), -1)).unbind(0)
+    streams = weight.chunk(math.gcd(outputs, STREAMS))
+    last = count - 1
     products = [
-        torch.cat([(stream.to(x.dtype) * rows.select(0, torch.sym_min(row, count - 1))).sum(-1) for stream in streams])
+        torch.cat([(stream.to(x.dtype) * rows.select(0, _least(row, last))).sum(-1) for stream in streams])
         for row in range(most)  # those beyond the last repeat it
     ]
     out = torch.stack(products).index_select(0, torch.arange(count, device=x.device).clamp(max=most - 1))
