@@ -14,7 +14,7 @@ import math
 import torch
 
 FEW_ROWS = 4  # bench/bench_linear.py; on CPU, for weights that do not fit the cache
-STREAMS = 8  # weight rows read side by side, or half of the memory's bandwidth is left (bench/bench_linear.py)
+STREAMS = 4  # weight rows read side by side, or half of the memory's bandwidth is left (bench/bench_linear.py)
 
 
 def few(rows: int, device: str = "cpu") -> bool:
