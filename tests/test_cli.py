@@ -51,7 +51,7 @@ def finished(*arguments: object) -> Ran:
     ("arguments", "code", "words"),
     [
         (["--version"], 0, ""),
-        (["build", "no_such", "--weights", "synthetic"], 2, "known are f5tts, supertonic"),
+        (["build", "no_such", "--weights", "synthetic"], 2, "known are chatterbox, cosyvoice, echo, f5tts"),
         (["replay", ".", "--weights-mode", "nonsense"], 4, "choose packed or shared"),
         (["inspect", "absent.aot"], 5, "no such artifact folder"),
     ],
