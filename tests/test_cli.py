@@ -115,7 +115,7 @@ def test_help_is_shown_without_arguments_and_lists_every_command(command: Comman
 BUILD = ("build", "supertonic", "--config", "tiny", "--weights", "synthetic", "--buckets", "16", "--steps", "2")
 F5 = ("build", "f5tts", "--config", "tiny", "--weights", "synthetic", "--buckets", "16", "--steps", "2")
 WRONG: list[tuple[str, list[str], int, str]] = [
-    ("model", ["build", "no_such", "--weights", "synthetic"], 2, "model 'no_such' is not known; known are chatterbox, "),
+    ("model", ["build", "no_such", "--weights", "synthetic"], 2, "model 'no_such' is not known; known are chatt"),
     ("config", [*BUILD, "--config", "huge"], 2, "config 'huge' is not known; known are supertonic-3, supertonic-2"),
     ("config file", [*BUILD, "--config", "absent.json"], 2, "--config 'absent.json': unreadable"),
     ("no checkpoint", ["build", "supertonic"], 2, "give --checkpoint PATH, --checkpoint hf:owner/"),

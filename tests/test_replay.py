@@ -1,62 +1,22 @@
-"""Recorded reference cases through `replay`: on the eager module and on compiled engines, nothing skipped."""
+"""Recorded reference cases through `replay` on the eager module, nothing skipped; what replay itself refuses."""
 
-import json
-import os
 import shutil
-from pathlib import Path
 
 import pytest
+from recorded import GOLDEN, PATHS, cases_for, check
 
 from voicehub_aot import adapters
 from voicehub_aot.errors import EngineUnavailable, UsageError
-from voicehub_aot.golden import find_cases
 from voicehub_aot.replay import case_folders, replay
-
-GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).with_name("golden")))
-
-
-def mark_released(path):
-    """Released-size cases take minutes."""
-    return [pytest.mark.slow] if "real" in path.name else []
-
-
-CASES = [
-    pytest.param(path, id=f"{path.parent.name}-{path.name}", marks=mark_released(path)) for path in find_cases(GOLDEN)
-]
 
 
 def test_the_golden_folder_holds_every_model():
-    assert {p.values[0].parent.name for p in CASES} >= set(adapters.names())
+    assert {path.parent.name for path in PATHS} >= set(adapters.names())
 
 
-def graph_of(path):
-    """Cases of one configuration have one graph, whose engine is made once in the default run."""
-    case = json.loads((path / "case.json").read_text())
-    return case["model_type"], json.dumps(case["config"], sort_keys=True)
-
-
-ONCE = {graph_of(case.values[0]): case.values[0] for case in CASES}  # the last of each graph: a whole loop, mostly
-
-
-def marks_of(engine, case):
-    again = engine != "eager" and ONCE[graph_of(case.values[0])] != case.values[0]
-    return [pytest.mark.slow] if again else case.marks
-
-
-RUNS = [
-    pytest.param(engine, *case.values, id=f"{engine}-{case.id}", marks=marks_of(engine, case))
-    for engine in ("eager", "aoti", "onnxruntime")
-    for case in CASES
-]
-
-
-@pytest.mark.parametrize(("engine", "case"), RUNS)
-def test_a_recorded_case_is_reproduced(engine, case):
-    outcomes = replay(case, engine, "shared")
-
-    recorded = json.loads((case / "case.json").read_text())["outputs"]
-    assert [o.output for o in outcomes] == sorted(recorded) or {o.output for o in outcomes} == set(recorded)
-    assert [o for o in outcomes if not o.passed] == []
+@pytest.mark.parametrize("case", cases_for("eager"))
+def test_a_recorded_case_is_reproduced(case):
+    check("eager", case)
 
 
 @pytest.mark.parametrize("case", ["f5tts/sampler_tiny"])

@@ -1,0 +1,43 @@
+"""The recorded reference cases as test parameters. A file an engine, so that workers share the compiling."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from voicehub_aot.golden import find_cases
+from voicehub_aot.replay import replay
+
+GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).with_name("golden")))
+PATHS = find_cases(GOLDEN)
+
+
+def graph_of(path):
+    """Cases of one configuration have one graph, whose engine is made once in the default run."""
+    case = json.loads((path / "case.json").read_text())
+    return case["model_type"], json.dumps(case["config"], sort_keys=True)
+
+
+ONCE = {graph_of(path): path for path in PATHS}  # the last of each graph: a whole loop, mostly
+
+
+def cases_for(engine):
+    """Every case. Those of released size take minutes, and so do all of a compiled engine: the rest is slow."""
+    return [
+        pytest.param(path, id=f"{path.parent.name}-{path.name}", marks=[pytest.mark.slow] if slow(engine, path) else [])
+        for path in PATHS
+    ]
+
+
+def slow(engine, path):
+    return "real" in path.name or (engine != "eager" and ONCE[graph_of(path)] != path)
+
+
+def check(engine, path, weights_mode="shared"):
+    """Every output that was recorded is inside its tolerance."""
+    outcomes = replay(path, engine, weights_mode)
+
+    recorded = json.loads((path / "case.json").read_text())["outputs"]
+    assert {o.output for o in outcomes} == set(recorded)
+    assert [o for o in outcomes if not o.passed] == []
