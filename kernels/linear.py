@@ -22,12 +22,6 @@ def few(rows: int, device: str = "cpu") -> bool:
     return device == "cpu" and rows <= FEW_ROWS
 
 
-def _least(row: int, last: int) -> int:
-    """The smaller; `last` may be a symbol while a graph is traced."""
-    least: int = torch.sym_min(row, last)  # type: ignore[no-untyped-call]
-    return least
-
-
 def reduced(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> torch.Tensor:
     """`F.linear` as reductions over weight rows, each read once for all rows of x.
 
@@ -37,11 +31,10 @@ def reduced(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mo
     rows = x.reshape(-1, x.shape[-1])
     count, outputs = rows.shape[0], weight.shape[0]
     streams = weight.chunk(math.gcd(outputs, STREAMS))
-    last = count - 1
-    products = [
-        torch.cat([(stream.to(x.dtype) * rows.select(0, _least(row, last))).sum(-1) for stream in streams])
-        for row in range(most)  # those beyond the last repeat it
-    ]
+    all_rows = rows.index_select(
+        0, torch.arange(most, device=x.device).clamp(max=count - 1)
+    )  # the last again and again
+    products = [torch.cat([(stream.to(x.dtype) * row).sum(-1) for stream in streams]) for row in all_rows.unbind()]
     out = torch.stack(products).index_select(0, torch.arange(count, device=x.device).clamp(max=most - 1))
     if bias is not None:
         out = out + bias

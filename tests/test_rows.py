@@ -1,5 +1,7 @@
 """A region of rows alone: no length, two guidance branches, a further time, noise on the way, inputs to leave out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import toy
@@ -11,7 +13,7 @@ from voicehub_aot.assembly import Model
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build, eager_runtime
 from voicehub_aot.compilation import Options
-from voicehub_aot.errors import InputMismatch, ProgramNotBuilt
+from voicehub_aot.errors import EngineUnavailable, InputMismatch, NoBucketFits, ProgramNotBuilt
 from voicehub_aot.export import export_region
 from voicehub_aot.guidance import Branch, Guidance
 from voicehub_aot.program import STATE, Combine, Evaluate, Program
@@ -250,6 +252,37 @@ def test_the_step_keeps_what_depends_on_the_state_alone():
     assert {name.split(".")[0] for name in staged.step.constants} == {"into", "out"}
     assert staged.rows is not None
     assert "end" in {value.name for value in staged.table.outputs}
+
+
+def test_a_step_of_few_rows_reads_narrow_weights_from_the_file(tmp_path):
+    few = region()
+    for parameter in few.module.parameters():
+        parameter.copy_(parameter.bfloat16())
+    model = Model("head", "tiny", {}, few, Checkpoint(source="seed", digest="narrow"))
+    options = Options(
+        Buckets(axes={"batch": (1,)}), (PROGRAM,), parse_target(default_target()), weights_mode="auto", parity=False
+    )
+    manifest = build(model, options, tmp_path / "few.aot", toy.Quiet())
+    runtime, eager = load(tmp_path / "few.aot", threads=1), eager_runtime(few, [PROGRAM], "head")
+    given, noise, fresh = _given(1)
+
+    step = next(e for e in manifest.engines if e.stage == "step")
+    assert (manifest.weights_mode, step.most_requests) == ("shared", 1)
+    assert {c.name: c.dtype for c in step.constants}["into.weight_bfloat16"] == "bfloat16"
+    got = runtime.sample(noise=noise, step_noise=fresh[None], guidance={"extra": 0.0}, **given)
+    want = eager.sample(noise=noise, step_noise=fresh[None], guidance={"extra": 0.0}, **given)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(NoBucketFits, match="batch=2 exceeds the largest bucket 1"):
+        runtime.sample(seed=1, **request(2))
+
+
+def test_more_requests_than_a_step_was_made_for_find_no_engine(tmp_path, built):
+    engines = [(e.model_copy(update={"most_requests": 1}), run) for e, run in built.evaluator.step_engines]
+    narrow = replace(built.evaluator, step_engines=engines)
+
+    assert narrow.engine_at({"B": 1, "tokens": 5, "extras": 3}) == "onnxruntime"
+    with pytest.raises(EngineUnavailable, match="no step engine"):
+        narrow.engine_at({"B": 2, "tokens": 5, "extras": 3})
 
 
 def test_parity_covers_rows_alone_and_together():
