@@ -42,7 +42,7 @@ from voicehub_aot.target import check_target, torch_minor
 
 log = logging.getLogger(__name__)
 
-TIME_TOLERANCE = 1e-6  # a time this close to a table row's is that row's: grids are float32
+TIME_TOLERANCE = 1e-6  # a time this close to a table row's, relatively above 1, is that row's: grids are float32
 SEEDS = (-(2**63), 2**64 - 1)  # what torch's generators take
 Overflow = Literal["error", "run"]
 Scale = float | Mapping[str, float] | None  # of guidance: for all branches, by branch, or the model's own
@@ -279,7 +279,8 @@ class Runtime:
             ),
             key=lambda found: found[0],
         )
-        if not best[0] <= TIME_TOLERANCE * max(1.0, abs(time)):  # a time that is not a number is near nothing
+        tolerance = TIME_TOLERANCE * max(1.0, abs(best[1].times[best[2]]))
+        if not best[0] <= tolerance:  # a time that is not a number is near nothing
             raise ProgramNotBuilt(
                 f"{self.name}: time {time!r} is no evaluation time of the built programs {list(self.programs)} "
                 f"(nearest {best[1].times[best[2]]!r}); rebuild with the step count and schedule of your loop"
