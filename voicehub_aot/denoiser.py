@@ -44,6 +44,11 @@ class Denoiser(nn.Module):
         self.runtime = runtime
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Upstream's loop may cast its tensors to it."""
+        return self.anchor.dtype
+
     def clear_cache(self) -> None:
         """Upstream's loop calls it between requests; nothing is kept here."""
 
