@@ -44,6 +44,11 @@ class Denoiser(nn.Module):
         self.runtime = runtime
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)
 
+    @property
+    def device(self) -> torch.device:
+        """transformers' models have it, and VibeVoice's loop asks the head for it."""
+        return self.anchor.device
+
     def clear_cache(self) -> None:
         """Upstream's loop calls it between requests; nothing is kept here."""
 
