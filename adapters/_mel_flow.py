@@ -39,9 +39,20 @@ GUIDANCE = Guidance(
 
 
 def spec(
-    *, mel: int, mu: int, spk: int, source: str, meanflow: bool = False, chunks: bool = False, extent: bool = False
+    *,
+    mel: int,
+    mu: int,
+    spk: int,
+    source: str,
+    meanflow: bool = False,
+    chunks: bool = False,
+    extent: bool = False,
+    ignored: tuple[str, ...] = (),
 ) -> RegionSpec:
-    """meanflow: two times and no guidance. chunks: rows may stream. extent: velocities beyond a row's length count."""
+    """meanflow: two times and no guidance. chunks: rows may stream. extent: velocities beyond a row's length count.
+
+    ignored: further arguments of upstream's call that say nothing.
+    """
     request: Any = {"binding": "REQUEST"}
     flag: Any = {"binding": "REQUEST", "shape": ("B",), "dtype": "bool"}
     reach: Any = {"binding": "REQUEST", "shape": ("B",), "dtype": "int64", "low": 1, "high": LONGEST + 1}
@@ -71,6 +82,7 @@ def spec(
     if chunks:
         inputs.append(Input(name="streaming", optional=True, doc="attend to no later chunk", **flag))
         parameters.append(Parameter(name="streaming", kind="switch", feeds="streaming", default=False, required=False))
+    parameters += [Parameter(name=name, kind="ignored", required=False) for name in ignored]
     frames = Dim(
         name="frames",
         max=LONGEST,

@@ -166,6 +166,7 @@ def _spec(config: DecoderConfig) -> RegionSpec:
         mu=config.out_channels,
         spk=config.out_channels,
         meanflow=config.meanflow,
+        ignored=() if config.meanflow else ("r",),  # upstream's loop passes None
         source="resemble-ai/chatterbox 5de7a54a, src/chatterbox/models/s3gen/decoder.py, ConditionalDecoder.forward",
     )
 

@@ -46,8 +46,13 @@ class Denoiser(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """transformers' models have it, and VibeVoice's loop asks the head for it."""
+        """Upstream's loop may ask for it, as of any of transformers' models."""
         return self.anchor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Upstream's loop may cast its tensors to it."""
+        return self.anchor.dtype
 
     def clear_cache(self) -> None:
         """Upstream's loop calls it between requests; nothing is kept here."""

@@ -117,6 +117,12 @@ def test_the_dropped_branch_is_the_released_packing() -> None:
     torch.testing.assert_close(dropped, module(**inputs | zeros), atol=1e-6, rtol=0)
 
 
+def test_upstreams_guided_loop_may_say_that_there_is_no_second_time() -> None:
+    given = {key: value for key, value in request(TINY).items() if key in ("x", "mu", "spks", "cond")}
+    denoiser, mask = runtime_of(TINY, chatterbox.program(2)).denoiser(), torch.ones(1, 1, FRAMES)
+    torch.testing.assert_close(denoiser(**given, mask=mask, t=0.0, r=None), denoiser(**given, mask=mask, t=0.0))
+
+
 # --- when things are computed
 
 

@@ -36,12 +36,12 @@ RELATIVE = 5e-6  # to the largest value of a style; measured 2.7e-6
 
 @pytest.fixture(scope="module")
 def modules() -> Any:
-    return load("styletts2.Modules.diffusion.modules", {})
+    return load("styletts2.Modules.diffusion.modules")
 
 
 @pytest.fixture(scope="module")
 def diffusion() -> Any:
-    return load("styletts2.Modules.diffusion.diffusion", {})
+    return load("styletts2.Modules.diffusion.diffusion")
 
 
 def weights_of(config: Any) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ TRANSFORMERS: Modules = {
 
 @pytest.fixture(scope="module")
 def vibe() -> Any:
-    load("vibevoice.schedule.dpm_solver", {})  # diffusers must not see a stand-in for transformers
+    load("vibevoice.schedule.dpm_solver")  # diffusers must not see a stand-in for transformers
     return load("vibevoice.modular.modeling_vibevoice_inference", TRANSFORMERS)
 
 
