@@ -18,6 +18,7 @@ Modules = Mapping[str, Mapping[str, Any]]  # a module's name -> what of it must 
 # What an upstream's modules import beside its models, by its package; calling a model uses none of it.
 UNUSED = {
     "chatterbox": ("conformer",),
+    "cosyvoice": ("conformer",),
     "echo_tts": ("torchaudio",),
     "f5_tts": (
         "accelerate",
@@ -31,7 +32,7 @@ UNUSED = {
     ),
 }
 # Packages whose __init__ imports the whole application: its modules are imported without running it.
-BARE = ("chatterbox", "chatterbox.models", "chatterbox.models.s3gen", "echo_tts", "voxcpm")
+BARE = ("chatterbox", "chatterbox.models", "chatterbox.models.s3gen", "echo_tts", "matcha.utils", "voxcpm")
 
 
 class StandIn(types.ModuleType):
