@@ -401,6 +401,7 @@ def test_each_row_may_have_its_own_time(packed: Runtime) -> None:
 def test_the_denoiser_in_f5s_own_loop_gives_what_sample_gives(f5: Runtime, frames: int) -> None:
     denoiser = f5.denoiser()
     assert next(denoiser.parameters()).dtype == denoiser.dtype == torch.float32
+    assert denoiser.device == torch.device("cpu")
     given, x = conditioning(f5, rows=2, frames=frames), noise_of(f5, rows=2, frames=frames)
     mask = torch.arange(frames) < torch.tensor([[frames], [frames - 3]])
     ragged = f5.sample(noise=x, lengths=mask.sum(1), extent=[frames, frames], guidance=2.0, **given)

@@ -179,6 +179,11 @@ def test_training_timesteps_fall_to_the_clean_end(steps, times):
     assert training_timesteps(steps).times == times
 
 
+@pytest.mark.parametrize(("steps", "middle"), [(26, 499), (58, 500), (100, 500)])
+def test_a_training_timestep_is_a_half_where_numpys_linspace_has_one(steps, middle):
+    assert training_timesteps(steps).times[steps // 2] == middle
+
+
 @pytest.mark.parametrize("steps", [0, 1500])
 def test_more_timesteps_than_were_trained_are_refused(steps):
     with pytest.raises(UsageError):

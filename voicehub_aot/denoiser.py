@@ -45,6 +45,11 @@ class Denoiser(nn.Module):
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @property
+    def device(self) -> torch.device:
+        """Upstream's loop may ask for it, as of any of transformers' models."""
+        return self.anchor.device
+
+    @property
     def dtype(self) -> torch.dtype:
         """Upstream's loop may cast its tensors to it."""
         return self.anchor.dtype

@@ -109,11 +109,12 @@ def karras(steps: int, sigma_min: float, sigma_max: float, rho: float) -> Schedu
 def training_timesteps(steps: int, train_steps: int = 1000) -> Schedule:
     """Integer steps of the training chain, from the last one down, evenly spread and never 0; then -1, the clean end.
 
-    Halves are rounded to even, as numpy's round does in microsoft/VibeVoice e73d1e1, vibevoice/schedule/dpm_solver.py.
+    In microsoft/VibeVoice e73d1e1, vibevoice/schedule/dpm_solver.py, halves go to the even number, and numpy's
+    linspace, i times a rounded step, says what is a half: at 26 steps the middle is a little less, torch's exactly one.
     """
     _check_steps(steps)
-    spread = torch.linspace(0, train_steps - 1, steps + 1, dtype=torch.float64).round().flip(0)
-    grid = torch.cat((spread[:-1], torch.tensor([-1.0], dtype=torch.float64)))
+    step = (train_steps - 1) / steps
+    grid = torch.tensor([*(round(i * step) for i in range(steps, 0, -1)), -1], dtype=torch.float64)
     return _from_grid(grid, f"steps={steps} of {train_steps} trained")
 
 
