@@ -9,7 +9,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Upstream's own model code, without its training and serving stack. What importing it still asks for (accelerate,
 # conformer, librosa, torchaudio, wandb, ...) tests/oracle/upstream.py stands in for: calling a model uses none of it.
 UPSTREAM := f5-tts==1.1.22 x-transformers==2.31.10 torchdiffeq==0.2.5 torch-einops-utils==0.2.0 einx==0.4.3 \
-	supertonic==1.3.1 chatterbox-tts==0.1.7 diffusers==0.29.0 voxcpm==2.0.3 echo-tts==0.1.4
+	supertonic==1.3.1 chatterbox-tts==0.1.7 diffusers==0.29.0 voxcpm==2.0.3 echo-tts==0.1.4 vibevoice==0.0.1 \
+	styletts2==0.1.6 einops_exts==0.0.4 token2wav-cosyvoice==0.1.0
 UPSTREAM_NEEDS := einops==0.8.2 frozendict==2.5.1 loguru==0.7.3 pypinyin==0.55.0 requests==2.32.5 rjieba==0.2.2 \
 	scipy==1.17.1
 
