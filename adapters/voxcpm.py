@@ -161,13 +161,19 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
     "use_cfg_zero_star": True,  # the loop starts with steps of zero velocity; the equation is the configuration's
     "zero_init_steps": None,  # how many; None = upstream's 4 % of the grid's points, at least 1
     "mean_mode": False,  # dt is told the denoiser
+    "time_dtype": "float32",  # what upstream's loop computes its grid and times in: the model's dtype
 }
+TIME_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def program(steps: int, **options: Any) -> Program:
-    """UnifiedCFM.solve_euler. What the denoiser is told is accumulated by subtraction there, in float32."""
-    chosen = check_options(NAME, PROGRAM_OPTIONS, options)
-    grid = schedule.sway(schedule.descending(steps), chosen["sway"])
+    """UnifiedCFM.solve_euler. What the denoiser is told is accumulated by subtraction there, in the model's dtype.
+
+    time_dtype: bfloat16 as the checkpoints are released to run; it rounds the grid, hence also the steps taken.
+    """
+    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": TIME_DTYPES})
+    dtype = TIME_DTYPES[chosen["time_dtype"]]
+    grid = swayed(steps, chosen["sway"], dtype)
     skipped = chosen["zero_init_steps"]
     if skipped is None:
         skipped = max(1, int((steps + 1) * 0.04)) if chosen["use_cfg_zero_star"] else 0
@@ -176,14 +182,29 @@ def program(steps: int, **options: Any) -> Program:
             f"{NAME}: {skipped!r} of {steps} steps have zero velocity, wanted 0 to {steps - 1}, so that one is "
             "evaluated; ask for more steps, or set zero_init_steps"
         )
-    times, widths = accumulated(grid)
+    times, widths = accumulated(grid, dtype)
     told = widths if chosen["mean_mode"] else (0.0,) * steps
     return euler(grid, times=times, extra_times={"dt": told}, skip=skipped)
 
 
-def accumulated(grid: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def swayed(steps: int, sway: float | None, dtype: torch.dtype) -> Schedule:
+    """From 1 to 0, swayed, every operation rounded to `dtype`."""
+    exact = schedule.sway(schedule.descending(steps), sway)
+    if dtype == torch.float32:
+        return exact
+    u = torch.linspace(1, 0, steps + 1, dtype=dtype)
+    t = u if sway is None else u + sway * (torch.cos(torch.pi / 2 * u) - 1 + u)
+    try:
+        return Schedule(times=tuple(t.tolist()))
+    except ValueError as error:
+        raise OptionUnsupported(
+            f"{NAME}: {steps} steps with sway={sway!r} coincide in {dtype}; ask for fewer steps, or another time_dtype"
+        ) from error
+
+
+def accumulated(grid: Schedule, dtype: torch.dtype = torch.float32) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """t and dt of each step as upstream's loop has them: t <- t - dt, then dt <- t - next."""
-    points = torch.tensor(grid.times, dtype=torch.float32)
+    points = torch.tensor(grid.times, dtype=dtype)
     t, times, widths = points[0], list[float](), list[float]()
     for point in points[1:]:
         dt = t - point

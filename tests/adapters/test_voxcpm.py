@@ -530,3 +530,20 @@ def test_a_case_tells_the_sizes_that_its_configuration_leaves_open() -> None:
 @pytest.mark.parametrize(("case", "name"), [("region_real", "VoxCPM2"), ("region_real_v1", "VoxCPM1.5")])
 def test_the_cases_of_released_size_have_the_released_configuration(case: str, name: str) -> None:
     assert voxcpm.case_config(read_case(GOLDEN / case)) == voxcpm.CONFIGS[name]
+
+
+# OpenBMB/VoxCPM 616d3d3e, src/voxcpm/modules/locdit/unified_cfm.py: what 10 steps in bfloat16 integrate over.
+BFLOAT16_TEN_STEPS = [1, 0.9531, 0.9102, 0.8516, 0.7891, 0.7070, 0.6094, 0.4922, 0.3496, 0.1885, 0]
+
+
+def test_a_bfloat16_run_has_its_own_grid() -> None:
+    program = voxcpm.program(10, time_dtype="bfloat16")
+
+    assert program.schedule == pytest.approx(BFLOAT16_TEN_STEPS, abs=5e-5)
+    assert program.times == pytest.approx(BFLOAT16_TEN_STEPS[1:-1], abs=5e-5)
+    assert voxcpm.program(10).times[0] == pytest.approx(0.9564, abs=5e-5)
+
+
+def test_a_grid_too_fine_for_bfloat16_is_refused() -> None:
+    with pytest.raises(OptionUnsupported, match=r"coincide in torch\.bfloat16; ask for fewer steps"):
+        voxcpm.program(600, time_dtype="bfloat16")
