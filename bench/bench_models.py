@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -262,22 +263,24 @@ def records(m: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def plot(measured: Sequence[Measured], path: Path) -> None:
-    """Ours as a share of eager's time, a bar a model and length, evaluation beside request."""
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Ours as a share of eager's time, a bar a model and size, evaluation beside request. rows: of `records`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 0.42 * len(measured) + 1.2), layout="constrained")
+    shares = {(f"{r['model']}, {r['size']}", r["what"]): r["of_eager"] for r in rows if r["candidate"] == OURS}
+    names = sorted({name for name, _ in shares})
+    figure = Figure(figsize=(9, 0.42 * len(names) + 1.2), layout="constrained")
     axes = figure.subplots()
-    places = range(len(measured))
     for offset, what in ((-0.2, "evaluation"), (0.2, "request")):
-        values = [m.share(getattr(m, what)) for m in measured]
-        bars = axes.barh([p + offset for p in places], values, height=0.36, label=what)
+        places = [place + offset for place in range(len(names))]
+        bars = axes.barh(places, [shares[name, what] for name in names], height=0.36, label=what)
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(list(places), [f"{m.model}, {m.size}" for m in measured])
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("time, as a share of eager's")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper right")
+    axes.set_xlim(0, 1.2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -292,7 +295,7 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=9, help="of evaluations; half as many requests (default 9)")
     arguments.add_argument("--pause-ms", type=float, default=60.0, help="before each timed call (default 60)")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object per row")
-    arguments.add_argument("--plot", type=Path, metavar="FILE", help="write the ratios as a picture (.png, .svg)")
+    arguments.add_argument("--plot", type=Path, metavar="FILE", help="picture of the ratios, of all rows in --json")
     arguments.add_argument("--gate", action="store_true", help="exit with 6 if a target is missed")
     options = arguments.parse_args()
     names = options.models.split(",")
@@ -331,7 +334,9 @@ def main() -> int:
     print_table("One evaluation with all its guidance branches, and one request (ms)", columns, map(cells, measured))
     print_table("What each stage reads", ["model", "stage", "M parameters", "share", "MiB", "share of bytes"], shares)
     if options.plot:
-        plot(measured, options.plot)
+        kept = options.json.read_text().splitlines() if options.json else []
+        rows = [json.loads(line) for line in kept] or [row for m in measured for row in records(m)]
+        plot(rows, options.plot)
     short = [m for m in measured if not m.share(m.request) <= (m.target or CEILING)]
     for m in short:
         note(f"SHORT: {m.model}, {m.size}: {m.share(m.request):.2f} of eager, wanted {m.target or CEILING:.2f}")
