@@ -4,7 +4,8 @@ A matrix library is made for many rows: it packs weights into panels, and comput
 over each weight row instead, which a compiler fuses with what stands around it, and which may read weights as narrow as
 they were released and widen them on the way: half the bytes of bfloat16, and the same float32 arithmetic.
 
-The rule by which a linear is left to the matrix library or fused is `few`; engines/aoti.py applies it at compile time.
+The rule by which a linear is left to the matrix library or fused is `few`; voicehub_aot/few_rows.py applies it
+before a stage is compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import torch
 
 FEW_ROWS = 4  # bench/bench_linear.py; on CPU, for weights that do not fit the cache
-STREAMS = 4  # weight rows read side by side, or half of the memory's bandwidth is left (bench/bench_linear.py)
+STREAMS = 4  # weight rows read side by side: no worse on a quiet machine, more of the bandwidth on a busy one
 
 
 def few(rows: int, device: str = "cpu") -> bool:
