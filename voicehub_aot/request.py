@@ -110,6 +110,17 @@ class RequestReader:
         laid_out = self._lay_out(self.spec.state, state, given, sizes, extents)
         return Request(self.spec, laid_out, inputs, given, sizes, extents)
 
+    def read_state(self, state: torch.Tensor, request: Request) -> torch.Tensor:
+        """Another tensor like the request's state (a solver's further noise), checked and laid out as that was."""
+        given = self._sizes({self.spec.state.name: state})
+        wrong = [d for d in self.spec.state.shape if isinstance(d, str) and given[d] != request.given[d]]
+        if wrong:
+            raise InputMismatch(
+                f"{self.where}: {self.spec.state.name} has {wrong[0]}={given[wrong[0]]}, "
+                f"others have {wrong[0]}={request.given[wrong[0]]}"
+            )
+        return self._lay_out(self.spec.state, state, request.given, request.sizes, request.extents)
+
     def _conditioning(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         computed = {n for d in self.spec.dims for n in (d.length, d.extent) if n}
         wanted = {i.name: i for i in self.spec.conditioning}

@@ -133,20 +133,20 @@ class Runtime:
         scales = self._scales(guidance)
         laid_out = self._reader.read(noise, request, self._fit)
         noise = laid_out.state.to(self.evaluator.dtype)
-        fresh = self._step_noise(chosen, step_noise, request, noise)
+        fresh = self._step_noise(chosen, step_noise, laid_out, noise)
         velocity = self._velocity(laid_out, chosen, scales, noise)
         for state in steps(chosen, velocity, noise, fresh, start, stop):
             yield laid_out.crop(state)
 
     def _step_noise(
-        self, program: Program, noise: torch.Tensor | None, request: Mapping[str, Any], like: torch.Tensor
+        self, program: Program, noise: torch.Tensor | None, request: Request, like: torch.Tensor
     ) -> list[torch.Tensor]:
         """The program's further noises, checked and laid out as the state is."""
         wanted, got = len(program.noises), 0 if noise is None else len(noise)
         if wanted != got:
             raise InputMismatch(f"{self.name}: step_noise holds {got} draws, {program.name!r} needs {wanted}")
         drawn = () if noise is None else noise.unbind(0)
-        return [self._reader.read(one, request, self._fit).state.to(like.dtype) for one in drawn]
+        return [self._reader.read_state(one, request).to(like.dtype) for one in drawn]
 
     def evaluate(
         self,
