@@ -106,7 +106,7 @@ class Adapter(Protocol):
         """The program a recorded sampler case ran; for a case of single evaluations, `probe` of their times."""
 
     def replay(self, case: Case, sampler: Sampler) -> dict[str, torch.Tensor]:
-        """Every output of a recorded case (kinds region and sampler), computed by `sampler`."""
+        """All that cases of this kind (region or sampler) may record, computed by `sampler`."""
 
 
 @cache

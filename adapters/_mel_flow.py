@@ -9,7 +9,7 @@ r, the two ends of the step, on the linear grid and without guidance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,21 +119,9 @@ LOOP_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _scalars(case: Case, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(case.scalars) - set(defaults)):
-        raise UsageError(f"{case.name}: scalars {unknown!r} are not understood; known are {sorted(defaults)!r}")
-    return {**defaults, **case.scalars}
-
-
-def _inputs(case: Case, wanted: Iterable[str], optional: Iterable[str] = ()) -> Mapping[str, Tensor]:
-    if not set(wanted) <= set(case.inputs) <= {*wanted, *optional}:
-        raise UsageError(f"{case.name}: inputs are {sorted(case.inputs)!r}, wanted {wanted!r} and perhaps {optional!r}")
-    return case.inputs
-
-
 def case_program(case: Case) -> Program:
     if case.kind == "sampler":
-        s = _scalars(case, LOOP_DEFAULTS)
+        s = case.scalars_over(LOOP_DEFAULTS)
         if s["meanflow"]:  # whatever t_scheduler says
             return mean_flow(s["n_timesteps"])
         if s["t_scheduler"] not in GRIDS:
@@ -147,10 +135,7 @@ def case_program(case: Case) -> Program:
 
 
 def replay(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, Tensor]:
-    results = (_replay_loop if case.kind == "sampler" else _replay_call)(case, sampler, region)
-    if unknown := sorted(set(case.outputs) - set(results)):
-        raise UsageError(f"{case.name}: outputs {unknown!r} are not understood; known are {sorted(results)!r}")
-    return {name: results[name] for name in case.outputs}
+    return (_replay_loop if case.kind == "sampler" else _replay_call)(case, sampler, region)
 
 
 def _names(region: RegionSpec) -> set[str]:
@@ -170,9 +155,9 @@ def _request(region: RegionSpec, inputs: Mapping[str, Tensor], streaming: bool) 
 
 
 def _replay_call(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, Tensor]:
-    s = _scalars(case, CALL_DEFAULTS)
+    s = case.scalars_over(CALL_DEFAULTS)
     own = {"r"} & _names(region)
-    inputs = _inputs(case, ("x", "mask", "mu", "t", "spks", "cond", *own))
+    inputs = case.check_inputs(("x", "mask", "mu", "t", "spks", "cond", *own))
     streaming = {"streaming": s["streaming"]} if "streaming" in _names(region) else {}
     out = sampler.denoiser()(**inputs, **streaming)
     if not s["packed_cfg"]:
@@ -188,8 +173,8 @@ def _replay_call(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, 
 
 def _replay_loop(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, Tensor]:
     """CausalConditionalCFM.forward from the noise on."""
-    s, loop = _scalars(case, LOOP_DEFAULTS), case_program(case)
-    inputs = _inputs(case, ("noise", "mu", "mask", "spks", "cond"), ("noised_mels",))
+    s, loop = case.scalars_over(LOOP_DEFAULTS), case_program(case)
+    inputs = case.check_inputs(("noise", "mu", "mask", "spks", "cond"), ("noised_mels",))
     noise = inputs["noise"]
     if "noised_mels" in inputs:
         tail = inputs["noised_mels"]

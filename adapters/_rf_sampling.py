@@ -6,14 +6,13 @@ eaf74d6a19138f743acb5b71a445fd25a57db987, irodori_tts/rf.py. Grids are float32 a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from voicehub_aot.errors import OptionUnsupported, UsageError
-from voicehub_aot.golden import Case
+from voicehub_aot.errors import OptionUnsupported
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
@@ -75,25 +74,3 @@ def scaled_trajectory(
         yield state
     if last + 1 < len(times) - 1:
         yield from sampler.trajectory(noise=reached, start=last + 1, **arguments)
-
-
-# --- reading recorded cases
-
-
-def scalars_of(case: Case, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(case.scalars) - set(defaults)):
-        raise UsageError(f"{case.name}: scalars {unknown!r} are not understood; known are {sorted(defaults)!r}")
-    return {**defaults, **case.scalars}
-
-
-def check_inputs(case: Case, wanted: set[str], optional: set[str]) -> None:
-    if not wanted <= set(case.inputs) <= wanted | optional:
-        raise UsageError(
-            f"{case.name}: inputs are {sorted(case.inputs)!r}, wanted {sorted(wanted)!r}, perhaps {sorted(optional)!r}"
-        )
-
-
-def only_recorded(case: Case, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if unknown := sorted(set(case.outputs) - set(results)):
-        raise UsageError(f"{case.name}: outputs {unknown!r} are not understood; known are {sorted(results)!r}")
-    return {name: results[name] for name in case.outputs}

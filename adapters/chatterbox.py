@@ -37,7 +37,7 @@ from torch import Tensor
 from voicehub_aot.adapters import _mel_flow
 from voicehub_aot.adapters._causal_decoder import ConditionalDecoder, DecoderConfig
 from voicehub_aot.adapters._flow_checkpoint import decoder_config, decoder_fault, decoder_sizes, find, read_estimator
-from voicehub_aot.adapters._mel_flow import case_program
+from voicehub_aot.adapters._mel_flow import case_program as case_program
 from voicehub_aot.checkpoint import check_shapes
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel
 from voicehub_aot.golden import Case
@@ -48,27 +48,6 @@ from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
-
-__all__ = [
-    "ALIASES",
-    "CONFIGS",
-    "CONFIG_STEPS",
-    "DEFAULT_BUCKETS",
-    "DEFAULT_CONFIG",
-    "DEFAULT_STEPS",
-    "HUB_FILES",
-    "NAME",
-    "PROGRAM_OPTIONS",
-    "TRAITS",
-    "case_program",
-    "checkpoint_shapes",
-    "config_from",
-    "formula_weights",
-    "program",
-    "read_checkpoint",
-    "region",
-    "replay",
-]
 
 NAME = "chatterbox"
 ALIASES = ("chatterbox-tts", "s3gen")

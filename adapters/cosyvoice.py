@@ -49,7 +49,7 @@ from voicehub_aot.adapters._flow_checkpoint import (
     read_estimator,
     size,
 )
-from voicehub_aot.adapters._mel_flow import case_program
+from voicehub_aot.adapters._mel_flow import case_program as case_program
 from voicehub_aot.checkpoint import check_shapes
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.golden import Case
@@ -60,26 +60,6 @@ from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
-
-__all__ = [
-    "ALIASES",
-    "CONFIGS",
-    "DEFAULT_BUCKETS",
-    "DEFAULT_CONFIG",
-    "DEFAULT_STEPS",
-    "HUB_FILES",
-    "NAME",
-    "PROGRAM_OPTIONS",
-    "TRAITS",
-    "case_program",
-    "checkpoint_shapes",
-    "config_from",
-    "formula_weights",
-    "program",
-    "read_checkpoint",
-    "region",
-    "replay",
-]
 
 Config = CosyDiTConfig | DecoderConfig
 

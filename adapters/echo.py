@@ -31,18 +31,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from voicehub_aot.adapters import _rf_checkpoint as checkpoints
-from voicehub_aot.adapters import _rf_sampling as sampling
+from voicehub_aot.adapters import _rf_checkpoint as checkpoints, _rf_sampling as sampling
 from voicehub_aot.adapters._echo_checkpoint import (
-    CONFIGS,
+    CONFIGS as CONFIGS,
     FILES,
     NAME,
     checkpoint_shapes,
     config_from,
     denoiser_part,
-    formula_weights,
+    formula_weights as formula_weights,
     network,
-    read_checkpoint,
+    read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._echo_net import Config, EchoDiT, LatentEncoder
 from voicehub_aot.checkpoint import check_shapes
@@ -57,26 +56,6 @@ from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
-
-__all__ = [
-    "ALIASES",
-    "CONFIGS",
-    "DEFAULT_BUCKETS",
-    "DEFAULT_CONFIG",
-    "DEFAULT_STEPS",
-    "HUB_FILES",
-    "NAME",
-    "PROGRAM_OPTIONS",
-    "TRAITS",
-    "case_program",
-    "checkpoint_shapes",
-    "config_from",
-    "formula_weights",
-    "program",
-    "read_checkpoint",
-    "region",
-    "replay",
-]
 
 ALIASES = ("echo-tts", "echotts", "echo_tts")
 DEFAULT_CONFIG = "echo-tts-base"
@@ -222,15 +201,14 @@ CONDITIONS = {"text_state", "text_mask", "speaker_state", "speaker_mask"}
 def case_program(case: Case) -> Program:
     if case.kind != "sampler":
         return probe(sorted(set(case.inputs["t"].reshape(-1).tolist())))
-    s = sampling.scalars_of(case, LOOP_SCALARS)
+    s = case.scalars_over(LOOP_SCALARS)
     return program(s["num_steps"], **{name: s[name] for name in PROGRAM_OPTIONS if name in s})
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """`kv_*`, which an engine keeps between its stages, come from an eager module of the case's checkpoint; so does
     the state of a finished prefix, whose encoder is outside the region."""
-    results = _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
-    return sampling.only_recorded(case, results)
+    return _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
 
 
 def _request(case: Case) -> dict[str, Any]:
@@ -241,8 +219,8 @@ def _request(case: Case) -> dict[str, Any]:
 
 @torch.no_grad()
 def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    s, inputs = sampling.scalars_of(case, CALL_SCALARS), case.inputs
-    sampling.check_inputs(case, {"x", "t", *CONDITIONS}, {"latent_state", "start_pos"})
+    s, inputs = case.scalars_over(CALL_SCALARS), case.inputs
+    case.check_inputs({"x", "t", *CONDITIONS}, {"latent_state", "start_pos"})
     config, weights = denoiser_part(config_from(case.config), case.checkpoint())
     request, x, time = _request(case), inputs["x"], inputs["t"]
     module = checkpoints.load(network(config), weights)
@@ -266,9 +244,9 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
 @torch.no_grad()
 def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """From the noise on: in one go, or block by block, each after the re-encoded prefix."""
-    s, loop, inputs = sampling.scalars_of(case, LOOP_SCALARS), case_program(case), case.inputs
+    s, loop, inputs = case.scalars_over(LOOP_SCALARS), case_program(case), case.inputs
     outside = {"text_input_ids", "speaker_latent", "continuation_latent"}
-    sampling.check_inputs(case, {"noise", *CONDITIONS}, outside)
+    case.check_inputs({"noise", *CONDITIONS}, outside)
     noise = inputs["noise"] * (1.0 if s["truncation_factor"] is None else s["truncation_factor"])
     config, weights = config_from(case.config), case.checkpoint()
     blocks = [noise.shape[1]] if s["block_sizes"] is None else s["block_sizes"]

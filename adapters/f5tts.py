@@ -23,7 +23,7 @@ it gives upstream's ragged batch, where released flags let real frames attend to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,14 +31,14 @@ from torch import Tensor
 
 from voicehub_aot import schedule
 from voicehub_aot.adapters._f5_checkpoint import (
-    CONFIGS,
+    CONFIGS as CONFIGS,
     NAME,
     PREFIX,
     checkpoint_shapes,
-    config_from,
+    config_from as config_from,
     formula_weights,
     network,
-    read_checkpoint,
+    read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._f5_dit import Config
 from voicehub_aot.adapters._f5_unett import UNetTConfig
@@ -53,26 +53,6 @@ from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
-
-__all__ = [
-    "ALIASES",
-    "CONFIGS",
-    "DEFAULT_BUCKETS",
-    "DEFAULT_CONFIG",
-    "DEFAULT_STEPS",
-    "HUB_FILES",
-    "NAME",
-    "PROGRAM_OPTIONS",
-    "TRAITS",
-    "case_program",
-    "checkpoint_shapes",
-    "config_from",
-    "formula_weights",
-    "program",
-    "read_checkpoint",
-    "region",
-    "replay",
-]
 
 ALIASES = ("f5", "f5-tts", "f5_tts")
 DEFAULT_CONFIG = "F5TTS_v1_Base"
@@ -189,28 +169,10 @@ def program(steps: int, **options: Any) -> Program:
 # --- recorded cases
 
 
-def _scalars(case: Case, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(case.scalars) - set(defaults)):
-        raise UsageError(f"{case.name}: scalars {unknown!r} are not understood; known are {sorted(defaults)!r}")
-    return {**defaults, **case.scalars}
-
-
-def _inputs(case: Case, wanted: Iterable[str], optional: Iterable[str]) -> Mapping[str, Tensor]:
-    if not set(wanted) <= set(case.inputs) <= {*wanted, *optional}:
-        raise UsageError(f"{case.name}: inputs are {sorted(case.inputs)!r}, wanted {wanted!r} and perhaps {optional!r}")
-    return case.inputs
-
-
-def _chosen(case: Case, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if unknown := sorted(set(case.outputs) - set(results)):
-        raise UsageError(f"{case.name}: outputs {unknown!r} are not understood; known are {sorted(results)!r}")
-    return {name: results[name] for name in case.outputs}
-
-
 def case_program(case: Case) -> Program:
     if case.kind != "sampler":
         return probe(sorted(set(case.inputs["time"].reshape(-1).tolist())))
-    s = _scalars(case, SAMPLE_DEFAULTS)
+    s = case.scalars_over(SAMPLE_DEFAULTS)
     grid = "epss" if s["use_epss"] else "linear"
     return program(s["steps"], solver=s["method"], grid=grid, sway=s["sway_sampling_coef"])
 
@@ -220,8 +182,8 @@ def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
 
 
 def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    s = _scalars(case, CALL_DEFAULTS)
-    inputs = _inputs(case, ("x", "cond", "text", "time"), ("mask",))
+    s = case.scalars_over(CALL_DEFAULTS)
+    inputs = case.check_inputs(("x", "cond", "text", "time"), ("mask",))
     x, cond, text, mask = inputs["x"], inputs["cond"], inputs["text"], inputs.get("mask")
     if s["mask_is_none"] not in (None, mask is None):
         raise UsageError(f"{case.name}: mask_is_none={s['mask_is_none']!r}, but the inputs are {sorted(inputs)!r}")
@@ -234,13 +196,13 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     results["packed" if s["cfg_infer"] else "velocity"] = out
     if s["cfg_infer"] and s["cfg_strength"] is not None:
         results["guided"] = EQUATIONS[_GUIDANCE.equation](out, [s["cfg_strength"]])
-    return _chosen(case, results)
+    return results
 
 
 def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """CFM.sample from the noise on; what it does to durations and prompts is done here."""
-    s, loop = _scalars(case, SAMPLE_DEFAULTS), case_program(case)
-    inputs = _inputs(case, ("noise", "cond", "text", "lens", "duration"), ("edit_mask",))
+    s, loop = case.scalars_over(SAMPLE_DEFAULTS), case_program(case)
+    inputs = case.check_inputs(("noise", "cond", "text", "lens", "duration"), ("edit_mask",))
     noise, cond, text, lens = (inputs[name] for name in ("noise", "cond", "text", "lens"))
     rows, frames = noise.shape[:2]
     duration = torch.maximum(torch.maximum((text != -1).sum(1), lens) + 1, inputs["duration"])
@@ -265,4 +227,4 @@ def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     guidance = max(s["cfg_strength"], 0.0)  # upstream guides above 1e-5 only
     *_, final = sampler.trajectory(noise=noise, program=loop.name, guidance=guidance, **request)
     result = torch.where(known[..., None], cond, final)
-    return _chosen(case, {"schedule": torch.tensor(loop.schedule), "final_state": final, "result": result})
+    return {"schedule": torch.tensor(loop.schedule), "final_state": final, "result": result}

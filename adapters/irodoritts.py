@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from voicehub_aot.adapters import _rf_checkpoint as checkpoints
-from voicehub_aot.adapters import _rf_sampling as sampling
+from voicehub_aot.adapters import _rf_checkpoint as checkpoints, _rf_sampling as sampling
 from voicehub_aot.adapters._irodori_checkpoint import (
     CONFIGS,
     FILES,
@@ -41,9 +40,9 @@ from voicehub_aot.adapters._irodori_checkpoint import (
     OUTSIDE,
     checkpoint_shapes,
     config_from,
-    formula_weights,
+    formula_weights as formula_weights,
     network,
-    read_checkpoint,
+    read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._irodori_net import Config, TextToLatentRFDiT
 from voicehub_aot.checkpoint import check_shapes
@@ -58,26 +57,6 @@ from voicehub_aot.traits import Traits
 
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
-
-__all__ = [
-    "ALIASES",
-    "CONFIGS",
-    "DEFAULT_BUCKETS",
-    "DEFAULT_CONFIG",
-    "DEFAULT_STEPS",
-    "HUB_FILES",
-    "NAME",
-    "PROGRAM_OPTIONS",
-    "TRAITS",
-    "case_program",
-    "checkpoint_shapes",
-    "config_from",
-    "formula_weights",
-    "program",
-    "read_checkpoint",
-    "region",
-    "replay",
-]
 
 ALIASES = ("irodori", "irodori-tts", "irodori_tts")
 DEFAULT_CONFIG = "Irodori-TTS-500M-v3"
@@ -275,15 +254,14 @@ def _guided(case: Case, s: Mapping[str, Any]) -> dict[str, float]:
 def case_program(case: Case) -> Program:
     if case.kind != "sampler":
         return probe(sorted(set(case.inputs["t"].reshape(-1).tolist())))
-    s = sampling.scalars_of(case, LOOP_SCALARS)
+    s = case.scalars_over(LOOP_SCALARS)
     options = {name: s[name] for name in PROGRAM_OPTIONS if name in s}
     return program(s["num_steps"], conditions=",".join(_guided(case, s)), **options)
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """`kv_*`, which an engine keeps between its stages, come from an eager module of the case's checkpoint."""
-    results = _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
-    return sampling.only_recorded(case, results)
+    return _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
 
 
 def _conditioning(case: Case) -> dict[str, Any]:
@@ -298,8 +276,8 @@ def _wanted(case: Case, *names: str) -> set[str]:
 
 @torch.no_grad()
 def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    s, inputs, config = sampling.scalars_of(case, CALL_SCALARS), case.inputs, config_from(case.config)
-    sampling.check_inputs(case, _wanted(case, "x_t", "t"), {"latent_mask"})
+    s, inputs, config = case.scalars_over(CALL_SCALARS), case.inputs, config_from(case.config)
+    case.check_inputs(_wanted(case, "x_t", "t"), {"latent_mask"})
     request, x, time = _conditioning(case), inputs["x_t"], inputs["t"]
     if "latent_mask" in inputs:
         request["hidden"] = ~inputs["latent_mask"]
@@ -321,13 +299,13 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
 def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """From the noise on."""
     s, loop, inputs, config = (
-        sampling.scalars_of(case, LOOP_SCALARS),
+        case.scalars_over(LOOP_SCALARS),
         case_program(case),
         case.inputs,
         config_from(case.config),
     )
     outside = {"text_input_ids", "caption_input_ids", "ref_latent", "ref_mask"}
-    sampling.check_inputs(case, _wanted(case, "noise"), outside)
+    case.check_inputs(_wanted(case, "noise"), outside)
     if s["speaker_uncond_mode"] != "mask":
         raise UsageError(
             f"{case.name}: speaker_uncond_mode={s['speaker_uncond_mode']!r} is not understood, wanted 'mask'"

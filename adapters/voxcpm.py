@@ -36,7 +36,7 @@ from voicehub_aot.adapters._voxcpm_checkpoint import (
     checkpoint_shapes,
     config_from,
     network,
-    read_checkpoint,
+    read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._voxcpm_dit import Config
 from voicehub_aot.checkpoint import check_shapes
@@ -51,28 +51,6 @@ from voicehub_aot.traits import Traits
 if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
     from voicehub_aot.golden import Case
-
-__all__ = [
-    "ALIASES",
-    "CONFIGS",
-    "DEFAULT_BUCKETS",
-    "DEFAULT_CONFIG",
-    "DEFAULT_STEPS",
-    "HUB_FILES",
-    "NAME",
-    "PROGRAM_OPTIONS",
-    "RELEASED_DTYPE",
-    "TRAITS",
-    "case_config",
-    "case_program",
-    "checkpoint_shapes",
-    "config_from",
-    "formula_weights",
-    "program",
-    "read_checkpoint",
-    "region",
-    "replay",
-]
 
 ALIASES = ("voxcpm2",)
 DEFAULT_CONFIG = "VoxCPM2"
@@ -250,13 +228,8 @@ def case_program(case: Case) -> Program:
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    known = SCALARS if case.kind == "sampler" else {"cfg_value"}
-    if unknown := sorted(set(case.scalars) - known):
-        raise UsageError(f"{case.name}: scalars {unknown!r} are not understood; known are {sorted(known)!r}")
-    results = _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
-    if unknown := sorted(set(case.outputs) - set(results)):
-        raise UsageError(f"{case.name}: outputs {unknown!r} are not understood; known are {sorted(results)!r}")
-    return {name: results[name] for name in case.outputs}
+    case.check_scalars(SCALARS if case.kind == "sampler" else {"cfg_value"})
+    return _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
 
 
 def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:

@@ -31,6 +31,11 @@ PARITY = "parity"
 ENGINES = "engines"
 
 
+def table_key(program: str, value: str) -> str:
+    """Name of a time table in the weight file."""
+    return f"table/{program}/{value}"
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -36,8 +36,7 @@ def show(artifact: Path) -> None:
     """The tables of its parity report."""
     from timing import print_table
 
-    from voicehub_aot.artifacts import report as reports
-    from voicehub_aot.artifacts import store
+    from voicehub_aot.artifacts import report as reports, store
 
     report = reports.read_json(artifact / store.PARITY / "report.json")
     manifest = store.read_manifest(artifact)

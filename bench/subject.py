@@ -54,7 +54,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def use_threads(wanted: int | None) -> int:
     """For torch, hence for every candidate; returns the count."""
-    from voicehub_aot.runtime import usable_threads
+    from voicehub_aot.target import usable_threads
 
     torch.set_num_threads(wanted or usable_threads())
     return torch.get_num_threads()

@@ -6,8 +6,7 @@ import pytest
 import torch
 import toy
 
-from voicehub_aot import build as building
-from voicehub_aot import parity
+from voicehub_aot import build as building, parity
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.report import read_json
 from voicehub_aot.bucket import Buckets
@@ -15,7 +14,7 @@ from voicehub_aot.build import build
 from voicehub_aot.compilation import Options
 from voicehub_aot.engines import onnxruntime as ort
 from voicehub_aot.errors import CompileFailed, GateFailed
-from voicehub_aot.runtime import load
+from voicehub_aot.loading import load
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler
 from voicehub_aot.target import default_target, parse_target

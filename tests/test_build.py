@@ -17,7 +17,7 @@ from voicehub_aot.build import bucket_waste, build
 from voicehub_aot.compilation import Options, compile_into_cache, plan_jobs
 from voicehub_aot.errors import ParityFailed, UsageError, VersionUnsupported
 from voicehub_aot.export import export_region
-from voicehub_aot.runtime import load
+from voicehub_aot.loading import load
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler, midpoint
 from voicehub_aot.stage import split

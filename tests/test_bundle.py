@@ -23,8 +23,8 @@ from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build
 from voicehub_aot.bundle import write_bundle
 from voicehub_aot.compilation import Options
+from voicehub_aot.loading import load
 from voicehub_aot.region import Region
-from voicehub_aot.runtime import load
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler, midpoint
 from voicehub_aot.target import default_target, parse_target

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import voicehub_aot
 from voicehub_aot.adapters import f5tts
 from voicehub_aot.artifacts import store
-from voicehub_aot.runtime import load
+from voicehub_aot.loading import load
 from voicehub_aot.synthetic import synthetic_weights
 
 Command = Callable[..., Ran]

@@ -19,7 +19,7 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.engines import aoti
 from voicehub_aot.errors import ArtifactCorrupt, LoadError, TargetMismatch, UsageError, VersionUnsupported
-from voicehub_aot.runtime import load
+from voicehub_aot.loading import load
 
 Command = Callable[..., Ran]
 WEIGHTS, MANIFEST = store.WEIGHTS, store.MANIFEST

@@ -74,6 +74,33 @@ def test_a_tolerance_that_is_no_mapping_is_refused(write):
         case.tolerance_of("result")
 
 
+def test_scalars_lie_over_the_defaults_of_upstreams_call(write):
+    case = read_case(write(scalars={"steps": 4}))
+
+    assert case.scalars_over({"steps": 10, "sway": None}) == {"steps": 4, "sway": None}
+    with pytest.raises(UsageError, match=r"scalars \['steps'\] are not understood; known are \['sway'\]"):
+        case.scalars_over({"sway": None})
+
+
+def test_inputs_are_the_wanted_ones_and_perhaps_others(write):
+    case = read_case(write())
+
+    assert set(case.check_inputs(["x"], ["mask"])) == {"x"}
+    with pytest.raises(UsageError, match=r"inputs are \['x'\], wanted \['time', 'x'\] and perhaps \['mask'\]"):
+        case.check_inputs(["x", "time"], ["mask"])
+    with pytest.raises(UsageError, match=r"inputs are \['x'\], wanted \[\]"):
+        case.check_inputs([])
+
+
+def test_a_recorded_output_without_a_result_is_an_error_and_a_result_more_is_none(write):
+    case = read_case(write())
+    velocity = case.outputs["velocity"]
+
+    assert set(case.recorded({"velocity": velocity, "result": velocity})) == {"velocity"}
+    with pytest.raises(UsageError, match=r"outputs \['velocity'\] are not understood; known are \['result'\]"):
+        case.recorded({"result": velocity})
+
+
 @pytest.mark.parametrize("changes", [{"format": 2}, {"kind": "sampling"}, {"weights": "none"}, {"kind": ["region"]}])
 def test_a_case_of_another_kind_or_format_is_not_understood(write, changes):
     with pytest.raises(UsageError, match="not understood; wanted format 1"):

@@ -40,15 +40,16 @@ LAYERS = {
 }
 LAYERS["adapters"] |= {"kernels", "errors"}
 LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
-LAYERS["runtime"] = {"artifacts", "engines", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
-LAYERS["runtime"] |= {"guidance", "target", "errors"}
-LAYERS["__init__"] = {"adapters", "runtime", "errors"}
+LAYERS["runtime"] = {"artifacts", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
+LAYERS["runtime"] |= {"guidance", "errors"}
+LAYERS["loading"] = {"artifacts", "engines", "runtime", "staged", "region", "program", "target", "errors"}
+LAYERS["__init__"] = {"adapters", "loading", "runtime", "errors"}
 LAYERS["parity"] = {"runtime", "sampler", "artifacts", "bucket", "region", "program", "guidance", "errors"}
-LAYERS["verify"] = {"parity", "runtime", "artifacts", "errors"}
-LAYERS["compilation"] = {"export", "stage", "engines", "runtime", "artifacts", "bucket", "program", "region", "target"}
+LAYERS["verify"] = {"parity", "loading", "artifacts", "errors"}
+LAYERS["compilation"] = {"export", "stage", "engines", "artifacts", "bucket", "program", "region", "target"}
 LAYERS["compilation"] |= {"choice", "few_rows", "errors"}
 LAYERS["assembly"] = LAYERS["compilation"] | {"compilation", "__init__"}
-LAYERS["build"] = LAYERS["assembly"] | {"assembly", "parity", "verify"}
+LAYERS["build"] = LAYERS["assembly"] | {"assembly", "loading", "runtime", "parity", "verify"}
 LAYERS["models"] = {
     "assembly",
     "adapters",
@@ -65,10 +66,10 @@ LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
 LAYERS["reweight"] = LAYERS["build"] | {"build", "models"}
 LAYERS["settings"] = LAYERS["build"] | {"adapters", "build", "models"}
 LAYERS["triton_model"] = {"__init__", "errors"}
-LAYERS["bundle"] = {"artifacts", "engines", "runtime", "region", "program", "guidance", "errors"}
+LAYERS["bundle"] = {"artifacts", "engines", "region", "program", "guidance", "errors"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
 LAYERS["console"] = {"compilation", "errors"}
-LAYERS["inspection"] = {"console", "compilation", "engines", "artifacts", "runtime", "target"}
+LAYERS["inspection"] = {"console", "compilation", "engines", "artifacts", "target"}
 LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 

@@ -53,6 +53,18 @@ def test_a_wrong_recording_fails(tmp_path):
     assert failed[0].worst == pytest.approx(1e-2, rel=0.05)
 
 
+def test_an_output_that_no_model_computes_is_an_error(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "f5tts" / "region_tiny"
+    shutil.copytree(GOLDEN / "f5tts" / "region_tiny", folder)
+    tensors = load_file(folder / "tensors.safetensors")
+    save_file({**tensors, "output/waveform": tensors["output/velocity"].clone()}, folder / "tensors.safetensors")
+
+    with pytest.raises(UsageError, match=r"outputs \['waveform'\] are not understood; known are .*'velocity'"):
+        replay(folder, "eager")
+
+
 def test_an_unknown_engine_and_an_empty_folder_are_errors(tmp_path):
     with pytest.raises(EngineUnavailable, match="eager, aoti, onnxruntime, openvino, tensorrt"):
         replay(GOLDEN / "f5tts" / "region_tiny", "warp")

@@ -16,9 +16,9 @@ from voicehub_aot.compilation import Options
 from voicehub_aot.errors import EngineUnavailable, InputMismatch, NoBucketFits, ProgramNotBuilt
 from voicehub_aot.export import export_region
 from voicehub_aot.guidance import Branch, Guidance
+from voicehub_aot.loading import load
 from voicehub_aot.program import STATE, Combine, Evaluate, Program
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
-from voicehub_aot.runtime import load
 from voicehub_aot.stage import split
 from voicehub_aot.target import default_target, parse_target
 

@@ -28,9 +28,11 @@ from voicehub_aot.errors import (
     OptionUnsupported,
     ProgramNotBuilt,
 )
+from voicehub_aot.loading import load
 from voicehub_aot.models import resolve
 from voicehub_aot.program import Evaluate, Program
-from voicehub_aot.runtime import Runtime, load, usable_threads
+from voicehub_aot.runtime import Runtime
+from voicehub_aot.target import usable_threads
 
 ROUNDING = 1e-5  # measured: 4e-6 between batch sizes, and between engine and eager, for values of up to 8
 

@@ -21,7 +21,6 @@ from voicehub_aot.choice import Choice, label
 from voicehub_aot.compilation import Compiled, Options, example_sizes, install
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, Region
-from voicehub_aot.runtime import table_key
 from voicehub_aot.stage import Staged, matrix_flops
 
 
@@ -119,7 +118,9 @@ def _serves(item: Compiled, choice: Choice | None) -> tuple[dict[str, int], ...]
 
 def _tensors(parts: Parts, readers: Sequence[Compiled]) -> dict[str, torch.Tensor]:
     """The weight file: time tables, and every weight that an engine reads there, once."""
-    tensors = {table_key(program, name): t for program, table in parts.tables.items() for name, t in table.items()}
+    tensors = {
+        store.table_key(program, name): t for program, table in parts.tables.items() for name, t in table.items()
+    }
     for reader in readers:
         tensors.update({n: reader.job.weights[n].detach().contiguous() for n in reader.payload["constants"]})
     return tensors

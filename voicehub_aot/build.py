@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from voicehub_aot import few_rows, parity
-from voicehub_aot.artifacts import report as reports
-from voicehub_aot.artifacts import store
+from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.assembly import Model, Parts, assemble, sign_again
 from voicehub_aot.bucket import Buckets, waste
@@ -26,9 +25,10 @@ from voicehub_aot.compilation import Compiled, Options, Progress, cache_dir, com
 from voicehub_aot.engines.eager import EagerEvaluator
 from voicehub_aot.errors import BuildError, MissingDependency, ParityFailed
 from voicehub_aot.export import MAX_ROWS, export_region
+from voicehub_aot.loading import load
 from voicehub_aot.program import Program
 from voicehub_aot.region import Region
-from voicehub_aot.runtime import Runtime, load
+from voicehub_aot.runtime import Runtime
 from voicehub_aot.stage import Staged, StagingError, split
 from voicehub_aot.verify import report_of
 

@@ -23,7 +23,6 @@ from voicehub_aot.errors import EngineUnavailable, OptionUnsupported, UsageError
 from voicehub_aot.guidance import NO_OP
 from voicehub_aot.program import Program
 from voicehub_aot.region import RegionSpec, TensorSpec
-from voicehub_aot.runtime import table_key
 
 BUNDLE = "bundle.json"
 BUNDLE_VERSION = 1
@@ -163,7 +162,7 @@ def _source(
 
 def _place(value: TensorSpec, program: Program, places: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     """A time table, [evaluations, ...], in the weight file."""
-    key = table_key(program.name, value.name)
+    key = store.table_key(program.name, value.name)
     return {
         "name": value.name,
         "file": store.WEIGHTS,

@@ -34,9 +34,8 @@ from voicehub_aot.errors import InternalError, VersionUnsupported
 from voicehub_aot.export import example_inputs, export_program, named_dims
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, RegionSpec, TensorSpec
-from voicehub_aot.runtime import usable_threads
 from voicehub_aot.stage import Staged, stacked_prepare
-from voicehub_aot.target import Target
+from voicehub_aot.target import Target, usable_threads
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ stored weights under "weight/"), and `model.onnx` where the weights live in a gr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,30 @@ class Case:
     def checkpoint(self) -> dict[str, torch.Tensor]:
         """The case's weights under released keys (not for "onnx": the adapter reads the graph)."""
         return {**synthetic_weights(self.weight_shapes), **self.stored_weights}
+
+    def check_inputs(self, wanted: Iterable[str], optional: Iterable[str] = ()) -> Mapping[str, torch.Tensor]:
+        """The case's inputs; UsageError unless they are the wanted ones and perhaps optional ones."""
+        wanted, optional = set(wanted), set(optional)
+        if not wanted <= set(self.inputs) <= wanted | optional:
+            perhaps = f" and perhaps {sorted(optional)!r}" if optional else ""
+            raise UsageError(f"{self.name}: inputs are {sorted(self.inputs)!r}, wanted {sorted(wanted)!r}{perhaps}")
+        return self.inputs
+
+    def check_scalars(self, known: Iterable[str]) -> Mapping[str, Any]:
+        """The case's scalars; UsageError for one that is not known."""
+        if unknown := sorted(set(self.scalars) - set(known)):
+            raise UsageError(f"{self.name}: scalars {unknown!r} are not understood; known are {sorted(known)!r}")
+        return self.scalars
+
+    def scalars_over(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """The case's scalars over the defaults of upstream's call, which are all that it takes."""
+        return {**defaults, **self.check_scalars(defaults)}
+
+    def recorded(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The result for each recorded output; UsageError for an output that has none."""
+        if unknown := sorted(set(self.outputs) - set(results)):
+            raise UsageError(f"{self.name}: outputs {unknown!r} are not understood; known are {sorted(results)!r}")
+        return {name: results[name] for name in self.outputs}
 
     def tolerance_of(self, output: str) -> tuple[float, float]:
         """(atol, rtol) of one output; a case may name exceptions per output."""

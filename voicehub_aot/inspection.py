@@ -15,8 +15,7 @@ from voicehub_aot import console
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.compilation import cache_dir
 from voicehub_aot.engines.aoti import compiler_version
-from voicehub_aot.runtime import usable_threads
-from voicehub_aot.target import default_target, host_features
+from voicehub_aot.target import default_target, host_features, usable_threads
 
 PACKAGES = ("voicehub-aot", "torch", "numpy", "onnx", "onnxruntime", "openvino", "triton", "tensorrt")
 

@@ -15,8 +15,9 @@ from voicehub_aot import parity
 from voicehub_aot.artifacts import store
 from voicehub_aot.build import eager_runtime
 from voicehub_aot.errors import GateFailed, InputMismatch, UsageError
+from voicehub_aot.loading import load
 from voicehub_aot.models import resolve
-from voicehub_aot.runtime import Runtime, load
+from voicehub_aot.runtime import Runtime
 
 RANDOM_TEXT = 64  # tokens of a random request
 ENGINE, EAGER = "engine", "eager"

@@ -17,8 +17,7 @@ from voicehub_aot.assembly import Model
 from voicehub_aot.compilation import MAX_EVALUATIONS, Options
 from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
 from voicehub_aot.export import MAX_ROWS
-from voicehub_aot.runtime import usable_threads
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot.target import default_target, parse_target, usable_threads
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,9 @@
-"""What a build is for: a device and an instruction set, and whether this machine has it."""
+"""What a build is for: a device and an instruction set; and what this machine has of them."""
 
 from __future__ import annotations
 
+import math
+import os
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -97,3 +99,15 @@ def check_target(target: Target, where: str) -> None:
 def torch_minor() -> str:
     """The part of torch's version that compiled code depends on, e.g. "2.13"."""
     return ".".join(torch.__version__.split("+")[0].split(".")[:2])
+
+
+def usable_threads() -> int:
+    """Processors this process may use: its affinity, capped by the cgroup's CPU quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            count = min(count, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count

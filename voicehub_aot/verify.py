@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from voicehub_aot import parity
-from voicehub_aot.artifacts import report as reports
-from voicehub_aot.artifacts import store
+from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.artifacts.manifest import Manifest
-from voicehub_aot.runtime import load
+from voicehub_aot.loading import load
 
 
 def verify(

@@ -348,8 +348,8 @@ def test_the_denoiser_takes_upstreams_call() -> None:
 def made(kind: str = "region", **changes: Any) -> Case:
     given = request()
     inputs = {"noisy_images": given["noisy_images"], "timesteps": given["time"], "condition": given["condition"]}
-    fields: dict[str, Any] = {"inputs": inputs, "scalars": {}, "outputs": {"v": given["noisy_images"]}, **changes}
-    tail = (fields["inputs"], fields["scalars"], fields["outputs"], {})
+    fields: dict[str, Any] = {"inputs": inputs, "scalars": {}, **changes}
+    tail = (fields["inputs"], fields["scalars"], {}, {})
     return Case(Path("made"), "vibevoice", kind, vars(TINY), "none", {}, {}, *tail)
 
 
@@ -358,7 +358,6 @@ def made(kind: str = "region", **changes: Any) -> Case:
     [
         {"inputs": {"noisy_images": torch.zeros(1), "no_such": torch.zeros(1)}},
         {"scalars": {"no_such": 1}},
-        {"outputs": {"no_such": torch.zeros(1)}},
     ],
 )
 def test_what_a_case_holds_beyond_the_known_is_an_error(change: dict[str, Any]) -> None:

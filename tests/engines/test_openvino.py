@@ -6,8 +6,7 @@ import pytest
 import torch
 import toy
 
-from voicehub_aot.engines import Source, _onnx
-from voicehub_aot.engines import openvino as engine
+from voicehub_aot.engines import Source, _onnx, openvino as engine
 from voicehub_aot.errors import ArtifactCorrupt, MissingDependency
 
 
