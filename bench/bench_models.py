@@ -302,7 +302,7 @@ def main() -> int:
     if unknown := sorted(set(names) - set(JOBS)):
         raise SystemExit(f"--models {options.models!r}: {unknown} are not known; known are {', '.join(JOBS)}")
     from voicehub_aot import models
-    from voicehub_aot.compilation import cache_dir
+    from voicehub_aot.engine_cache import cache_dir
 
     threads = use_threads(options.threads)
     folder = options.folder or cache_dir() / "bench"

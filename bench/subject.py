@@ -163,8 +163,9 @@ def build_artifact(
 
     from voicehub_aot import build
     from voicehub_aot.bucket import Buckets
-    from voicehub_aot.compilation import Options, cache_dir
     from voicehub_aot.console import ConsoleProgress
+    from voicehub_aot.engine_cache import cache_dir
+    from voicehub_aot.options import Options
     from voicehub_aot.target import default_target, parse_target
 
     kind = [mode, *(engines if engines != ("aoti",) else ()), *(["auto"] if auto else [])]

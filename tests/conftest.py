@@ -15,8 +15,8 @@ import pytest
 from voicehub_aot import adapters, cli, console
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build
-from voicehub_aot.compilation import Options
 from voicehub_aot.models import resolve
+from voicehub_aot.options import Options
 from voicehub_aot.target import default_target, parse_target
 
 CACHE = "VOICEHUB_AOT_CACHE_DIR"

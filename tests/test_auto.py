@@ -6,15 +6,15 @@ import pytest
 import torch
 import toy
 
-from voicehub_aot import build as building, parity
+from voicehub_aot import build as building, parity, step_times
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.report import read_json
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build
-from voicehub_aot.compilation import Options
 from voicehub_aot.engines import onnxruntime as ort
 from voicehub_aot.errors import CompileFailed, GateFailed
 from voicehub_aot.loading import load
+from voicehub_aot.options import Options
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler
 from voicehub_aot.target import default_target, parse_target
@@ -37,7 +37,7 @@ def steady(monkeypatch, **milliseconds):
 
     def time_steps(candidates, recording, seconds, pause_s):
         return [
-            parity.StepTime(
+            step_times.StepTime(
                 {"frames": frames},
                 2,
                 {name: (milliseconds.get(f"{name}_{frames}", milliseconds.get(name)),) * 5 for name in candidates},

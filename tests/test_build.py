@@ -14,10 +14,12 @@ from voicehub_aot.artifacts.report import read_json
 from voicehub_aot.assembly import time_table
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import bucket_waste, build
-from voicehub_aot.compilation import Options, compile_into_cache, plan_jobs
+from voicehub_aot.engine_cache import compile_into_cache
 from voicehub_aot.errors import ParityFailed, UsageError, VersionUnsupported
 from voicehub_aot.export import export_region
+from voicehub_aot.jobs import plan_jobs
 from voicehub_aot.loading import load
+from voicehub_aot.options import Options
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler, midpoint
 from voicehub_aot.stage import split
@@ -107,14 +109,15 @@ def test_other_weights_share_engines_in_shared_mode_and_give_other_results(built
 
 
 def key_of(model=None, **changes):
-    from voicehub_aot.compilation import _dynamic, engine_payload, payload_key
+    from voicehub_aot.engine_cache import engine_payload, payload_key
     from voicehub_aot.engines import StageCode
     from voicehub_aot.export import export_program, named_dims
+    from voicehub_aot.jobs import dynamic_axes
 
     graph, symbols = export_region((model or toy.model()).region)
     chosen = options(**changes)
     job = plan_jobs(split(graph, toy.SPEC, symbols), chosen, chosen.engines[0])[1]
-    dynamic = {v.name: d for v, d in zip(job.inputs, _dynamic(job, named_dims(toy.SPEC)), strict=True)}
+    dynamic = {v.name: d for v, d in zip(job.inputs, dynamic_axes(job, named_dims(toy.SPEC)), strict=True)}
     program = export_program(job.module, job.examples, dynamic, "step")
     code = StageCode("step", program, job.inputs, job.outputs, job.examples)
     return payload_key(engine_payload(code, job, chosen))
@@ -140,14 +143,14 @@ def test_a_key_covers_mode_target_bucket_weights_and_graph():
 
 def test_a_damaged_cached_engine_is_compiled_anew(built, tmp_path, monkeypatch):
     key = next(e.key for e in built[1].engines if e.stage == "step")
-    from voicehub_aot.compilation import cache_dir
+    from voicehub_aot.engine_cache import cache_dir
 
     place = cache_dir() / "engines" / key
     library = next(place.rglob("*.so"))
     library.write_bytes(library.read_bytes()[:-1] + b"x")
     asked = []
     monkeypatch.setattr(
-        "voicehub_aot.compilation.compile_into_cache",
+        "voicehub_aot.engine_cache.compile_into_cache",
         lambda *a: (asked.append(a[0].name), compile_into_cache(*a)),
     )
 

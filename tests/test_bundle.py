@@ -22,8 +22,8 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build
 from voicehub_aot.bundle import write_bundle
-from voicehub_aot.compilation import Options
 from voicehub_aot.loading import load
+from voicehub_aot.options import Options
 from voicehub_aot.region import Region
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler, midpoint

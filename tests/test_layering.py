@@ -44,32 +44,38 @@ LAYERS["runtime"] = {"artifacts", "sampler", "staged", "denoiser", "request", "b
 LAYERS["runtime"] |= {"guidance", "errors"}
 LAYERS["loading"] = {"artifacts", "engines", "runtime", "staged", "region", "program", "target", "errors"}
 LAYERS["__init__"] = {"adapters", "loading", "runtime", "errors"}
-LAYERS["parity"] = {"runtime", "sampler", "artifacts", "bucket", "region", "program", "guidance", "errors"}
-LAYERS["verify"] = {"parity", "loading", "artifacts", "errors"}
-LAYERS["compilation"] = {"export", "stage", "engines", "artifacts", "bucket", "program", "region", "target"}
-LAYERS["compilation"] |= {"choice", "few_rows", "errors"}
-LAYERS["assembly"] = LAYERS["compilation"] | {"compilation", "__init__"}
-LAYERS["build"] = LAYERS["assembly"] | {"assembly", "loading", "runtime", "parity", "verify"}
-LAYERS["models"] = {
-    "assembly",
-    "adapters",
+LAYERS["recording"] = {"runtime", "region", "program", "errors"}
+LAYERS["step_times"] = {"recording", "runtime", "region"}
+LAYERS["parity"] = {"recording", "runtime", "artifacts", "region", "errors"}
+LAYERS["verify"] = {"parity", "recording", "loading", "artifacts", "errors"}
+LAYERS["options"] = {"engines", "choice", "bucket", "program", "target", "errors"}
+LAYERS["jobs"] = {"options", "few_rows", "engines", "export", "stage", "bucket", "region"}
+LAYERS["engine_cache"] = {"jobs", "options", "engines", "artifacts", "target"}
+LAYERS["compilation"] = {
+    "engine_cache",
+    "jobs",
+    "options",
+    "export",
+    "engines",
     "artifacts",
-    "build",
-    "compilation",
-    "checkpoint",
-    "golden",
-    "program",
-    "synthetic",
+    "region",
+    "target",
     "errors",
 }
+LAYERS["assembly"] = {"compilation", "jobs", "options", "engines", "stage", "choice", "artifacts", "__init__"}
+LAYERS["assembly"] |= {"bucket", "program", "region"}
+LAYERS["build"] = LAYERS["assembly"] | LAYERS["compilation"] | {"assembly", "few_rows", "loading", "runtime", "parity"}
+LAYERS["build"] |= {"recording", "step_times", "verify"}
+LAYERS["models"] = {"assembly", "build", "engine_cache", "adapters", "artifacts", "checkpoint", "golden", "program"}
+LAYERS["models"] |= {"synthetic", "errors"}
 LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
 LAYERS["reweight"] = LAYERS["build"] | {"build", "models"}
 LAYERS["settings"] = LAYERS["build"] | {"adapters", "build", "models"}
 LAYERS["triton_model"] = {"__init__", "errors"}
 LAYERS["bundle"] = {"artifacts", "engines", "region", "program", "guidance", "errors"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
-LAYERS["console"] = {"compilation", "errors"}
-LAYERS["inspection"] = {"console", "compilation", "engines", "artifacts", "target"}
+LAYERS["console"] = {"options", "errors"}
+LAYERS["inspection"] = {"console", "engine_cache", "engines", "artifacts", "target"}
 LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 

@@ -8,6 +8,7 @@ from voicehub_aot import parity
 from voicehub_aot.artifacts.report import ParityReport
 from voicehub_aot.build import eager_runtime
 from voicehub_aot.errors import ArtifactCorrupt, StageFailed
+from voicehub_aot.recording import RECORDING_TENSORS, Recording, draw, load_recording, plan, save_recording
 from voicehub_aot.region import Region
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler
@@ -82,7 +83,7 @@ def test_a_fault_fails(fault, recording):
 
 def test_the_first_bad_step_of_a_trajectory_is_named(recording):
     case = next(c for c in recording.cases if c.check == "trajectory" and c.guided)
-    only = parity.Recording((case,), recording.tensors)
+    only = Recording((case,), recording.tensors)
 
     rows = run_with(lambda n, *a: (*a, (lambda v: v + 1) if n == 3 else same), only)
 
@@ -100,7 +101,7 @@ def test_an_output_that_ignores_its_noise_fails_as_insensitive(recording):
 def test_requests_carry_garbage_where_nothing_may_be_read(recording):
     case = next(c for c in recording.cases if c.check == "padding")
 
-    request = parity.draw(toy.SPEC, case, case.seed)
+    request = draw(toy.SPEC, case, case.seed)
 
     assert len(set(case.lengths)) > 1
     assert request["x"].isnan().any()
@@ -108,9 +109,9 @@ def test_requests_carry_garbage_where_nothing_may_be_read(recording):
 
 
 def test_a_recording_survives_the_disk(recording, tmp_path):
-    parity.save(recording, tmp_path)
+    save_recording(recording, tmp_path)
 
-    loaded = parity.load_recording(tmp_path)
+    loaded = load_recording(tmp_path)
 
     assert loaded.cases == recording.cases
     assert all(torch.equal(loaded.tensors[k], v) for k, v in recording.tensors.items())
@@ -118,11 +119,11 @@ def test_a_recording_survives_the_disk(recording, tmp_path):
 
 def test_a_missing_or_broken_recording_is_corrupt(recording, tmp_path):
     with pytest.raises(ArtifactCorrupt, match="no parity recording"):
-        parity.load_recording(tmp_path)
-    parity.save(recording, tmp_path)
-    (tmp_path / parity.RECORDING_TENSORS).write_bytes(b"not safetensors")
+        load_recording(tmp_path)
+    save_recording(recording, tmp_path)
+    (tmp_path / RECORDING_TENSORS).write_bytes(b"not safetensors")
     with pytest.raises(ArtifactCorrupt, match="unreadable"):
-        parity.load_recording(tmp_path)
+        load_recording(tmp_path)
 
 
 def test_a_reference_that_disagrees_with_itself_is_refused():
@@ -136,7 +137,7 @@ def test_a_reference_that_disagrees_with_itself_is_refused():
 
 
 def test_one_row_batches_are_planned_where_no_more_is_promised():
-    lengths = [c.lengths for c in parity.plan(toy.SPEC, {p.name: p for p in PROGRAMS}, BUCKETS, max_batch=1)]
+    lengths = [c.lengths for c in plan(toy.SPEC, {p.name: p for p in PROGRAMS}, BUCKETS, max_batch=1)]
 
     assert {len(n) for n in lengths} == {1}
 

@@ -7,17 +7,17 @@ import torch
 import toy
 from torch import nn
 
-from voicehub_aot import parity
 from voicehub_aot.artifacts.manifest import Checkpoint
 from voicehub_aot.assembly import Model
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build, eager_runtime
-from voicehub_aot.compilation import Options
 from voicehub_aot.errors import EngineUnavailable, InputMismatch, NoBucketFits, ProgramNotBuilt
 from voicehub_aot.export import export_region
 from voicehub_aot.guidance import Branch, Guidance
 from voicehub_aot.loading import load
+from voicehub_aot.options import Options
 from voicehub_aot.program import STATE, Combine, Evaluate, Program
+from voicehub_aot.recording import plan
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.stage import split
 from voicehub_aot.target import default_target, parse_target
@@ -286,7 +286,7 @@ def test_more_requests_than_a_step_was_made_for_find_no_engine(tmp_path, built):
 
 
 def test_parity_covers_rows_alone_and_together():
-    cases = list(parity.plan(SPEC, {PROGRAM.name: PROGRAM}, [{}], 4))
+    cases = list(plan(SPEC, {PROGRAM.name: PROGRAM}, [{}], 4))
 
     assert {c.check for c in cases} == {"evaluation", "padding", "trajectory"}
     assert max(len(c.lengths) for c in cases) == 3

@@ -14,11 +14,14 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Checkpoint
 from voicehub_aot.assembly import Model
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.compilation import Options, Progress, cache_dir, compile_all, install, plan_jobs
+from voicehub_aot.compilation import compile_all, install
+from voicehub_aot.engine_cache import cache_dir
 from voicehub_aot.engines import WEIGHTS, Source
 from voicehub_aot.export import export_region
 from voicehub_aot.guidance import Branch, Guidance
+from voicehub_aot.jobs import plan_jobs
 from voicehub_aot.kernels.attention import attention, key_bias
+from voicehub_aot.options import Options, Progress
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler

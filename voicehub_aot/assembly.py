@@ -18,7 +18,9 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Checkpoint, EngineEntry, Manifest, StageReport
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.choice import Choice, label
-from voicehub_aot.compilation import Compiled, Options, example_sizes, install
+from voicehub_aot.compilation import Compiled, install
+from voicehub_aot.jobs import example_sizes
+from voicehub_aot.options import Options
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, Region
 from voicehub_aot.stage import Staged, matrix_flops

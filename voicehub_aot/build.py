@@ -15,18 +15,22 @@ from typing import Any
 
 import torch
 
-from voicehub_aot import few_rows, parity
+from voicehub_aot import few_rows, parity, step_times
 from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.assembly import Model, Parts, assemble, sign_again
 from voicehub_aot.bucket import Buckets, waste
 from voicehub_aot.choice import EAGER, choose, label, noise
-from voicehub_aot.compilation import Compiled, Options, Progress, cache_dir, compile_all, plan_jobs, size_spans
+from voicehub_aot.compilation import Compiled, compile_all
+from voicehub_aot.engine_cache import cache_dir
 from voicehub_aot.engines.eager import EagerEvaluator
 from voicehub_aot.errors import BuildError, MissingDependency, ParityFailed
 from voicehub_aot.export import MAX_ROWS, export_region
+from voicehub_aot.jobs import plan_jobs, size_spans
 from voicehub_aot.loading import load
+from voicehub_aot.options import Options, Progress
 from voicehub_aot.program import Program
+from voicehub_aot.recording import Recording, plan, save_recording
 from voicehub_aot.region import Region
 from voicehub_aot.runtime import Runtime
 from voicehub_aot.stage import Staged, StagingError, split
@@ -129,26 +133,26 @@ class _Proof:
         if not options.parity:
             return manifest
         report = report_of(manifest, rows, self._timings(times, manifest), self.left_out)
-        parity.save(recording, folder / store.PARITY)
+        save_recording(recording, folder / store.PARITY)
         write_reports(report, folder / store.PARITY)
         if not report:
             raise _failed(report, folder, output)
         return sign_again(folder, manifest)
 
-    def _record(self, eager: Runtime) -> parity.Recording:
+    def _record(self, eager: Runtime) -> Recording:
         """What the model gives in every case; without parity, the cases alone: they are what is timed."""
         options, region = self.parts.options, self.parts.model.region
         axes = [a for a in options.buckets.axes if a != "batch"]
         buckets = options.buckets.combinations(axes) or [{}]
         max_batch = options.buckets.largest("batch") or MAX_ROWS
         if not options.parity:
-            return parity.Recording(tuple(parity.plan(region.spec, eager.programs, buckets, max_batch)))
+            return Recording(tuple(plan(region.spec, eager.programs, buckets, max_batch)))
         self.progress.stage("record the reference (float32 and float64 eager)")
         double = Region(region.spec, copy.deepcopy(region.module).double())
         exact = eager_runtime(double, options.programs, self.parts.model.name, torch.float64)
         return parity.record(eager, exact, buckets, max_batch, self.progress.case)
 
-    def _check(self, folder: Path, manifest: Manifest, recording: parity.Recording) -> list[reports.Row]:
+    def _check(self, folder: Path, manifest: Manifest, recording: Recording) -> list[reports.Row]:
         """Every recorded case, on the mix that was chosen or on each engine in turn."""
         if not self.parts.options.parity:
             return []
@@ -159,8 +163,8 @@ class _Proof:
         return rows
 
     def _time(
-        self, folder: Path, manifest: Manifest, eager: Runtime, recording: parity.Recording
-    ) -> list[parity.StepTime]:
+        self, folder: Path, manifest: Manifest, eager: Runtime, recording: Recording
+    ) -> list[step_times.StepTime]:
         """Every engine in every bucket; nothing where the engines come with a choice made earlier."""
         if manifest.mixed:
             return []
@@ -168,9 +172,9 @@ class _Proof:
         runtimes = {name: load(folder, engine=name) for name in manifest.engine_names}
         left = self.parts.options.engine_budget - (time.perf_counter() - self.start)
         seconds = max(0.0, min(TIMING_SECONDS, left / len(recording.cases)))
-        return parity.time_steps({EAGER: eager, **runtimes}, recording, seconds, PAUSE_SECONDS)
+        return step_times.time_steps({EAGER: eager, **runtimes}, recording, seconds, PAUSE_SECONDS)
 
-    def _time_candidates(self, place: Path, eager: Runtime, recording: parity.Recording) -> list[parity.StepTime]:
+    def _time_candidates(self, place: Path, eager: Runtime, recording: Recording) -> list[step_times.StepTime]:
         """From an artifact that has them all."""
         place.mkdir()
         times = self._time(place, assemble(self.parts, self.compiled, place), eager, recording)
@@ -178,7 +182,7 @@ class _Proof:
         return times
 
     def _choose(
-        self, folder: Path, times: Sequence[parity.StepTime], recording: parity.Recording
+        self, folder: Path, times: Sequence[step_times.StepTime], recording: Recording
     ) -> tuple[Manifest, list[reports.Row]]:
         """The fastest that pass parity, assembled and checked as they will run together."""
         order = tuple(dict.fromkeys(item.job.engine for item in self.compiled))
@@ -196,7 +200,7 @@ class _Proof:
             self.progress.stage(f"parity failed, choose again: {sorted(failed)}")
             refused |= failed
 
-    def _timings(self, times: Sequence[parity.StepTime], manifest: Manifest) -> tuple[reports.Timing, ...]:
+    def _timings(self, times: Sequence[step_times.StepTime], manifest: Manifest) -> tuple[reports.Timing, ...]:
         options, axis = self.parts.options, self.parts.model.region.spec.main_dim
         serving = {(e.engine, label(b)) for e in manifest.engines for b in e.serves}
         return tuple(

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from voicehub_aot.compilation import Progress
 from voicehub_aot.errors import AotError, InternalError, UsageError
+from voicehub_aot.options import Progress
 
 INTERRUPTED = 130
 # click's base of everything wrong with arguments. Newer typer carries its own click, and exports one descendant of it.

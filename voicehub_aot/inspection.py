@@ -13,7 +13,7 @@ import torch
 
 from voicehub_aot import console
 from voicehub_aot.artifacts.manifest import Manifest
-from voicehub_aot.compilation import cache_dir
+from voicehub_aot.engine_cache import cache_dir
 from voicehub_aot.engines.aoti import compiler_version
 from voicehub_aot.target import default_target, host_features, usable_threads
 

@@ -14,7 +14,7 @@ from voicehub_aot.artifacts.manifest import Checkpoint
 from voicehub_aot.assembly import Model
 from voicehub_aot.build import config_values
 from voicehub_aot.checkpoint import locate
-from voicehub_aot.compilation import weights_digest
+from voicehub_aot.engine_cache import weights_digest
 from voicehub_aot.errors import UnknownModel, UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program

@@ -14,12 +14,12 @@ from voicehub_aot import adapters
 from voicehub_aot.assembly import Model
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build, eager_runtime
-from voicehub_aot.compilation import Options, Progress
 from voicehub_aot.engines import ENGINES, eager
 from voicehub_aot.errors import EngineUnavailable, UsageError
 from voicehub_aot.golden import Case, find_cases, read_case
 from voicehub_aot.loading import load
 from voicehub_aot.models import from_case
+from voicehub_aot.options import Options, Progress
 from voicehub_aot.program import Program
 from voicehub_aot.runtime import Runtime
 from voicehub_aot.target import default_target, parse_target

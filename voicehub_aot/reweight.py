@@ -11,9 +11,9 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.build import build
 from voicehub_aot.choice import Choice
-from voicehub_aot.compilation import Options, Progress
 from voicehub_aot.errors import OptionUnsupported
 from voicehub_aot.models import resolve
+from voicehub_aot.options import Options, Progress
 
 
 def reweight(

@@ -11,12 +11,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from voicehub_aot import parity
+from voicehub_aot import step_times
 from voicehub_aot.artifacts import store
 from voicehub_aot.build import eager_runtime
 from voicehub_aot.errors import GateFailed, InputMismatch, UsageError
 from voicehub_aot.loading import load
 from voicehub_aot.models import resolve
+from voicehub_aot.recording import Case, draw, load_recording
 from voicehub_aot.runtime import Runtime
 
 RANDOM_TEXT = 64  # tokens of a random request
@@ -106,11 +107,11 @@ def _random_conditioning(runtime: Runtime, lengths: Sequence[int], seed: int) ->
         if outside:
             raise UsageError(f"--length {outside[0]}: wanted {dim.min} to {dim.max} {dim.name}")
         sizes[dim.name] = max(lengths)
-    case = parity.Case(
+    case = Case(
         name="random", check="evaluation", bucket={}, sizes=sizes, lengths=tuple(lengths), program="", row=None,
         guided=False, seed=seed, budget=0.0,
     )  # fmt: skip
-    drawn = parity.draw(spec, case, seed % 2**63)  # the runtime checks the seed
+    drawn = draw(spec, case, seed % 2**63)  # the runtime checks the seed
     return {i.name: drawn[i.name] for i in spec.conditioning}
 
 
@@ -119,7 +120,7 @@ def bench(artifact: Path, checkpoint: str | None, threads: int | None, needs_eag
     if needs_eager and checkpoint is None:
         raise UsageError("--min-speedup compares with eager: give the --checkpoint the artifact was built from")
     runtime = load(artifact, threads=threads)
-    recording = parity.load_recording(artifact / store.PARITY)
+    recording = load_recording(artifact / store.PARITY)
     candidates = {ENGINE: runtime}
     if checkpoint is not None:
         manifest = store.read_manifest(artifact)
@@ -133,7 +134,7 @@ def bench(artifact: Path, checkpoint: str | None, threads: int | None, needs_eag
             "eager_ms": round(t.median_ms(EAGER), 2) if checkpoint else None,
             "speedup": round(t.median_ms(EAGER) / t.median_ms(ENGINE), 3) if checkpoint else None,
         }
-        for t in parity.time_steps(candidates, recording)
+        for t in step_times.time_steps(candidates, recording)
     ]
 
 

@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from voicehub_aot import adapters, bucket, engines, models
 from voicehub_aot.assembly import Model
-from voicehub_aot.compilation import MAX_EVALUATIONS, Options
 from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
 from voicehub_aot.export import MAX_ROWS
+from voicehub_aot.jobs import MAX_EVALUATIONS
+from voicehub_aot.options import Options
 from voicehub_aot.target import default_target, parse_target, usable_threads
 
 log = logging.getLogger(__name__)

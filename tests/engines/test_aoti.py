@@ -9,10 +9,12 @@ import torch
 import toy
 
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.compilation import Options, compile_all, plan_jobs
+from voicehub_aot.compilation import compile_all
 from voicehub_aot.engines import Source, aoti
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed
 from voicehub_aot.export import export_region
+from voicehub_aot.jobs import plan_jobs
+from voicehub_aot.options import Options
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler
 from voicehub_aot.stage import split

@@ -14,11 +14,11 @@ import toy
 
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build
-from voicehub_aot.compilation import Options
 from voicehub_aot.engines import WEIGHTS, Source, _onnx, onnxruntime as engine
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, MissingDependency
 from voicehub_aot.export import example_inputs
 from voicehub_aot.loading import load
+from voicehub_aot.options import Options
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler
 from voicehub_aot.target import default_target, parse_target

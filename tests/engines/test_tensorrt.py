@@ -13,7 +13,6 @@ import toy
 
 from voicehub_aot import engines
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.compilation import Options, _dynamic, plan_jobs, size_spans
 from voicehub_aot.engines import Source, StageCode, _plan, tensorrt
 from voicehub_aot.errors import (
     ArtifactCorrupt,
@@ -25,6 +24,8 @@ from voicehub_aot.errors import (
     VersionUnsupported,
 )
 from voicehub_aot.export import export_program, export_region, named_dims
+from voicehub_aot.jobs import dynamic_axes, plan_jobs, size_spans
+from voicehub_aot.options import Options
 from voicehub_aot.region import TensorSpec
 from voicehub_aot.schedule import linear
 from voicehub_aot.solver import euler
@@ -46,7 +47,7 @@ def stage_code(seed=0):
     graph, symbols = export_region(toy.region(seed))
     chosen = options(frames=(16,))
     job = plan_jobs(split(graph, toy.SPEC, symbols), chosen, "tensorrt")[1]
-    dynamic = {v.name: d for v, d in zip(job.inputs, _dynamic(job, named_dims(toy.SPEC)), strict=True)}
+    dynamic = {v.name: d for v, d in zip(job.inputs, dynamic_axes(job, named_dims(toy.SPEC)), strict=True)}
     program = export_program(job.module, job.examples, dynamic, "step")
     return job, StageCode("step", program, job.inputs, job.outputs, job.examples, size_spans(toy.SPEC, chosen))
 

@@ -19,8 +19,8 @@ from voicehub_aot.adapters import f5tts
 from voicehub_aot.adapters._f5_checkpoint import PREFIX
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build, eager_runtime
-from voicehub_aot.compilation import Options
 from voicehub_aot.errors import ProgramNotBuilt
+from voicehub_aot.options import Options
 from voicehub_aot.program import Program
 from voicehub_aot.runtime import TIME_TOLERANCE, Runtime
 from voicehub_aot.synthetic import synthetic_weights

@@ -20,9 +20,9 @@ from voicehub_aot import models
 from voicehub_aot.adapters import supertonic
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.build import build, eager_runtime
-from voicehub_aot.compilation import Options
 from voicehub_aot.errors import ProgramNotBuilt
 from voicehub_aot.golden import Case, read_case
+from voicehub_aot.options import Options
 from voicehub_aot.runtime import Runtime
 from voicehub_aot.target import default_target, parse_target
 
