@@ -130,10 +130,10 @@ class CachedPrepared:
         return {}
 
     def blocks(self, wanted: Sequence[int], rows: int) -> CachedPrepared:
-        from voicehub_aot.region import BATCH
+        from voicehub_aot.region import BATCH, row_blocks
 
         stage, values = self.eager.staged.step, dict(self.values)
-        kept = torch.cat([torch.arange(block * rows, (block + 1) * rows) for block in wanted])
+        kept = row_blocks(wanted, rows)
         for value in stage.inputs:
             if value.name in values and BATCH in value.shape:
                 values[value.name] = values[value.name].index_select(value.shape.index(BATCH), kept)

@@ -32,6 +32,8 @@ LAYERS = {
     "adapters": {"region", "schedule", "solver", "program", "guidance", "traits", "golden", "checkpoint"},
     "export": {"kernels", "bucket", "region", "errors"},
     "stage": {"export", "kernels", "bucket", "region", "errors"},
+    "stacked": {"stage", "region"},
+    "flops": {"stage"},
     "choice": {"errors"},
     "few_rows": {"engines", "kernels", "stage"},
     "engines": {"kernels", "bucket", "region", "program", "target", "errors"},
@@ -49,7 +51,7 @@ LAYERS["step_times"] = {"recording", "runtime", "region"}
 LAYERS["parity"] = {"recording", "runtime", "artifacts", "region", "errors"}
 LAYERS["verify"] = {"parity", "recording", "loading", "artifacts", "errors"}
 LAYERS["options"] = {"engines", "choice", "bucket", "program", "target", "errors"}
-LAYERS["jobs"] = {"options", "few_rows", "engines", "export", "stage", "bucket", "region"}
+LAYERS["jobs"] = {"options", "few_rows", "engines", "export", "stage", "stacked", "bucket", "region"}
 LAYERS["engine_cache"] = {"jobs", "options", "engines", "artifacts", "target"}
 LAYERS["compilation"] = {
     "engine_cache",
@@ -63,7 +65,7 @@ LAYERS["compilation"] = {
     "errors",
 }
 LAYERS["assembly"] = {"compilation", "jobs", "options", "engines", "stage", "choice", "artifacts", "__init__"}
-LAYERS["assembly"] |= {"bucket", "program", "region"}
+LAYERS["assembly"] |= {"flops", "bucket", "program", "region"}
 LAYERS["build"] = LAYERS["assembly"] | LAYERS["compilation"] | {"assembly", "few_rows", "loading", "runtime", "parity"}
 LAYERS["build"] |= {"recording", "step_times", "verify"}
 LAYERS["models"] = {"assembly", "build", "engine_cache", "adapters", "artifacts", "checkpoint", "golden", "program"}

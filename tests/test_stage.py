@@ -9,8 +9,10 @@ from torch import nn
 
 from voicehub_aot.errors import ExportFailed, StageFailed
 from voicehub_aot.export import example_inputs, export_region
+from voicehub_aot.flops import matrix_flops
 from voicehub_aot.region import Binding, Region
-from voicehub_aot.stage import bindings, check, is_cheap, matrix_flops, run_staged, split, stacked_prepare
+from voicehub_aot.stacked import stacked_prepare
+from voicehub_aot.stage import bindings, check, is_cheap, run_staged, split
 
 
 @pytest.fixture(scope="module")

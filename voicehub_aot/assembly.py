@@ -19,11 +19,12 @@ from voicehub_aot.artifacts.manifest import Checkpoint, EngineEntry, Manifest, S
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.choice import Choice, label
 from voicehub_aot.compilation import Compiled, install
+from voicehub_aot.flops import matrix_flops
 from voicehub_aot.jobs import example_sizes
 from voicehub_aot.options import Options
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, Region
-from voicehub_aot.stage import Staged, matrix_flops
+from voicehub_aot.stage import Staged
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from voicehub_aot.engines import Span
 from voicehub_aot.export import example_inputs
 from voicehub_aot.options import Options
 from voicehub_aot.region import BATCH, RegionSpec, TensorSpec
-from voicehub_aot.stage import Staged, stacked_prepare
+from voicehub_aot.stacked import stacked_prepare
+from voicehub_aot.stage import Staged
 
 EXAMPLE_EVALUATIONS = 5
 MAX_EVALUATIONS = 4096

@@ -200,3 +200,8 @@ def example_mask(shape: Sequence[int], generator: torch.Generator) -> torch.Tens
     if len(shape) > 1:
         mask[..., 0] = True
     return mask
+
+
+def row_blocks(wanted: Sequence[int], rows: int) -> torch.Tensor:
+    """Places of these blocks, of `rows` rows each, in a packed batch: its guidance branches, say. [N] int64."""
+    return torch.cat([torch.arange(block * rows, (block + 1) * rows) for block in wanted])

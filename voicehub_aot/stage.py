@@ -14,7 +14,6 @@ hand. `split` proves itself before it returns: the staged graphs must give what 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,10 +24,9 @@ from torch import fx, nn
 
 from voicehub_aot.errors import StageFailed
 from voicehub_aot.export import example_inputs, example_sizes
-from voicehub_aot.region import BATCH, Binding, RegionSpec, TensorSpec
+from voicehub_aot.region import Binding, RegionSpec, TensorSpec
 
 aten = torch.ops.aten
-
 VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.permute.default, aten.transpose.int,
@@ -49,7 +47,6 @@ INDEX_ARITHMETIC = {
     aten.gt.Scalar, aten.ge.Scalar, aten.eq.Scalar, aten.bitwise_and.Tensor, aten.bitwise_not.default,
     aten.bitwise_or.Tensor, aten.logical_and.default, aten.logical_not.default, aten.logical_or.default,
 }  # fmt: skip
-
 ROUNDING = 1e-5  # of the largest value: what another order of float32 sums may change
 MIXED = Binding.TIME | Binding.REQUEST
 
@@ -373,81 +370,3 @@ def check(staged: Staged, source: fx.GraphModule, seeds: Iterable[int] = (1, 2))
                 if not worst <= allowed:
                     raise StageFailed(f"region {staged.spec.name}: staged {name!r} is off by {worst:.3g} (seed {seed})")
     return error
-
-
-def stacked_prepare(staged: Staged) -> tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The module that runs per request, its inputs and its outputs.
-
-    Without time x request work it is `prepare` itself. With it, the table's rows come in stacked [N, ...] and the
-    mixed values go out stacked, computed for all N evaluations as one batch.
-    """
-    if staged.rows is None:
-        return staged.prepare.module, staged.prepare.inputs, staged.prepare.outputs
-    module = _PrepareRows(staged.prepare, staged.rows)
-    tables = tuple(_stacked(v) for v in module.tables)
-    raw = tuple(v for v in module.raw if v.name not in {i.name for i in staged.prepare.inputs})
-    mixed = tuple(_stacked(v) for v in staged.rows.outputs)
-    return module, (*staged.prepare.inputs, *raw, *tables), (*staged.prepare.outputs, *mixed)
-
-
-def _stacked(value: TensorSpec) -> TensorSpec:
-    """The value of all evaluations, [N, ...]."""
-    return value.model_copy(update={"shape": ("N", *value.shape)})
-
-
-class _PrepareRows(nn.Module):
-    """prepare, then `rows` mapped over the table's evaluations. Holds the weights of both under their own names."""
-
-    def __init__(self, prepare: Stage, rows: Stage) -> None:
-        super().__init__()
-        for name, tensor in {**prepare.constants, **rows.constants}.items():
-            set_attribute(self, name, tensor)
-        self.stages = (prepare, rows)  # in a tuple, or their weights would be registered again, under longer names
-        self.prepare_inputs, self.rows_inputs = prepare.inputs, rows.inputs
-        self.prepare_outputs = tuple(o.name for o in prepare.outputs)
-        produced = set(self.prepare_outputs)
-        requests = [v for v in rows.inputs if v.name not in produced]
-        self.tables = tuple(v for v in requests if BATCH not in v.shape)
-        self.raw = tuple(v for v in requests if BATCH in v.shape)
-        self.names = tuple(dict.fromkeys(v.name for v in (*prepare.inputs, *self.raw, *self.tables)))
-
-    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = dict(zip(self.names, values, strict=True))
-        prepare, rows = (self._bound(stage) for stage in self.stages)
-        request = prepare(*(given[i.name] for i in self.prepare_inputs))
-        given.update(zip(self.prepare_outputs, request, strict=True))
-        stacked = {v.name for v in self.tables}
-        over = tuple(0 if i.name in stacked else None for i in self.rows_inputs)
-        mixed = torch.vmap(rows, in_dims=over)(*(given[i.name] for i in self.rows_inputs))
-        return (*request, *mixed)
-
-    def _bound(self, stage: Stage) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """The stage reading this module's weights."""
-        weights = {name: self.get_buffer(name) for name in stage.constants}
-        return lambda *values: torch.func.functional_call(stage.module, weights, values)
-
-
-def matrix_flops(stage: Stage, sizes: Mapping[str, int], symbols: Mapping[str, str]) -> int:
-    """Floating-point operations of the stage's matrix products, convolutions and attention at the given sizes."""
-
-    def number(size: Any) -> int:
-        if isinstance(size, int):
-            return size
-        expression = size.node.expr
-        return int(expression.subs({s: sizes[symbols[str(s)]] for s in expression.free_symbols}))
-
-    def shape(node: Any) -> list[int]:
-        return [number(s) for s in node.meta["val"].shape]
-
-    total = 0
-    for node in stage.module.graph.nodes:
-        if node.target in (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default):
-            total += 2 * math.prod(shape(node)) * shape(node.args[0])[-1]
-        elif node.target == aten.addmm.default:
-            total += 2 * math.prod(shape(node)) * shape(node.args[1])[-1]
-        elif node.target in (aten.conv1d.default, aten.convolution.default):
-            total += 2 * math.prod(shape(node)) * math.prod(shape(node.args[1])[1:])
-        elif node.target == aten.scaled_dot_product_attention.default:
-            batch, heads, queries, width = shape(node.args[0])
-            total += 4 * batch * heads * queries * shape(node.args[1])[2] * width
-    return total

@@ -13,7 +13,7 @@ from voicehub_aot.bucket import Buckets
 from voicehub_aot.engines import StageEngine
 from voicehub_aot.errors import EngineUnavailable
 from voicehub_aot.program import Program
-from voicehub_aot.region import BATCH, RegionSpec, TensorSpec
+from voicehub_aot.region import BATCH, RegionSpec, TensorSpec, row_blocks
 
 
 class Prepared(Protocol):
@@ -115,7 +115,7 @@ class StagedPrepared:
 
     def blocks(self, wanted: Sequence[int], rows: int) -> StagedPrepared:
         values, stacked = dict(self.values), dict(self.rows)
-        kept = torch.cat([torch.arange(block * rows, (block + 1) * rows) for block in wanted])
+        kept = row_blocks(wanted, rows)
         for value in self.step.inputs:
             if BATCH in value.shape and value.name in values:
                 values[value.name] = values[value.name].index_select(value.shape.index(BATCH), kept)

@@ -20,11 +20,13 @@ from voicehub_aot.bucket import Buckets
 from voicehub_aot.engines.eager import EagerEvaluator
 from voicehub_aot.errors import CheckpointMismatch, InputMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.export import export_region
+from voicehub_aot.flops import matrix_flops
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program
 from voicehub_aot.region import Region
 from voicehub_aot.runtime import Runtime
-from voicehub_aot.stage import Staged, matrix_flops, split, stacked_prepare
+from voicehub_aot.stacked import stacked_prepare
+from voicehub_aot.stage import Staged, split
 from voicehub_aot.synthetic import synthetic_weights
 
 TINY = vibevoice.CONFIGS["tiny"]

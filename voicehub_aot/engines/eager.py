@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from voicehub_aot.program import Program
-from voicehub_aot.region import Region
+from voicehub_aot.region import Region, row_blocks
 
 NAME = "eager"
 
@@ -52,5 +52,5 @@ class EagerPrepared:
         return dict(zip(names, self._call(0, state)[1:], strict=True)) if names else {}
 
     def blocks(self, wanted: Sequence[int], rows: int) -> EagerPrepared:
-        kept = torch.cat([torch.arange(block * rows, (block + 1) * rows) for block in wanted])
+        kept = row_blocks(wanted, rows)
         return EagerPrepared(self.evaluator, {n: t.index_select(0, kept) for n, t in self.inputs.items()}, self.program)
