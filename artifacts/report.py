@@ -103,7 +103,7 @@ class Timing(_Data):
     """One engine in one bucket, in milliseconds a call.
 
     flops: of one call. waste: padded work / useful work - 1. noise: half the distance between the quartiles, as a share
-    of the median. kept: it serves this bucket.
+    of the median. kept: it serves this bucket. elsewhere: processors that other processes used while it was timed.
     """
 
     bucket: dict[str, int]
@@ -114,6 +114,7 @@ class Timing(_Data):
     flops: int
     waste: float | None = None
     noise: float = 0.0
+    elsewhere: float | None = None
     kept: bool = True
 
     @property
@@ -135,6 +136,9 @@ class Size(_Data):
 
     name: str
     bytes: int
+
+
+BUSY = 0.2  # processors; more of others' work than this, and times say little
 
 
 class ParityReport(_Data):
@@ -161,6 +165,12 @@ class ParityReport(_Data):
     @property
     def failures(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if not row.passed)
+
+    @property
+    def busiest(self) -> float | None:
+        """Most processors that others used while engines were timed; None if that is too little to matter."""
+        most = max((t.elsewhere or 0.0 for t in self.timings), default=0.0)
+        return most if most > BUSY else None
 
 
 def label(bucket: Mapping[str, int]) -> str:

@@ -29,6 +29,7 @@ WEIGHTS = "weights.safetensors"
 PROGRAMS = "programs"
 PARITY = "parity"
 ENGINES = "engines"
+SETTINGS = "config.toml"
 
 
 def table_key(program: str, value: str) -> str:

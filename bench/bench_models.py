@@ -1,6 +1,7 @@
 """Every architecture at released size with synthetic weights: an evaluation and a request, ours against eager.
 
     python bench/bench_models.py --json models.jsonl --plot models.png
+    python bench/bench_models.py --models echo --weights-mode shared      # packing takes three times its 7 GB
     python bench/bench_models.py --models echo --config two-layers.json
 
 eager    the adapter's own module in plain torch, run as upstream runs its own: what upstream computes once a request
@@ -154,18 +155,23 @@ def eager_runtime(model: Model, program: Program, caches: bool) -> Runtime:
 # --- what is measured
 
 
-def build_artifact(model: Model, job: Job, output: Path) -> Manifest:
-    """With the model's own defaults, parity off."""
+CHOICES = ("engine", "weights_mode", "target")  # of `voicehub-aot build`, for all models measured
+
+
+def build_artifact(model: Model, job: Job, folder: Path, choices: Mapping[str, str | None]) -> tuple[Path, Manifest]:
+    """With the model's own defaults where nothing else is chosen, parity off."""
     from voicehub_aot import build, settings
     from voicehub_aot.console import ConsoleProgress
 
     main = model.region.spec.main
     sizes = [f"{main.name}={','.join(map(str, job.lengths))}"] if main and job.lengths else []
-    chosen = settings.BuildSettings.merge(None, {"steps": str(job.steps), "buckets": sizes or None})
+    chosen = settings.BuildSettings.merge(None, {"steps": str(job.steps), "buckets": sizes or None, **choices})
+    parts = ["models", model.name, model.config_name, *filter(None, choices.values())]
+    output = folder / f"{'-'.join(parts).replace('/', '_').replace(':', '-')}.aot"
     options = settings.options(model, chosen, None, 1, 1, parity=False, replace=True)
     progress = ConsoleProgress()
     try:
-        return build.build(model, options, output, progress)
+        return output, build.build(model, options, output, progress)
     finally:
         progress.close()
 
@@ -291,6 +297,8 @@ def main() -> int:
     arguments.add_argument("--config", help="of every model named: a released size, tiny, or a .json file")
     arguments.add_argument("--lengths", help="of every model named that has them, e.g. 64,128")
     arguments.add_argument("--folder", type=Path, help="for the artifacts (default beside the engine cache)")
+    for choice in CHOICES:
+        arguments.add_argument(f"--{choice.replace('_', '-')}", help="as `voicehub-aot build` takes it")
     arguments.add_argument("--threads", type=int, help="compute threads (default: what this process may use)")
     arguments.add_argument("--rounds", type=int, default=9, help="of evaluations; half as many requests (default 9)")
     arguments.add_argument("--pause-ms", type=float, default=60.0, help="before each timed call (default 60)")
@@ -317,8 +325,7 @@ def main() -> int:
             job = replace(job, lengths=tuple(int(n) for n in options.lengths.split(",")))
         model = models.resolve(name, options.config, models.SYNTHETIC)
         program = models.program(model, job.steps)
-        output = folder / f"models-{name}-{model.config_name.replace('/', '_')}.aot"
-        manifest = build_artifact(model, job, output)
+        output, manifest = build_artifact(model, job, folder, {c: getattr(options, c) for c in CHOICES})
         runtime = open_artifact(output, threads)
         for m in measure(model, job, program, runtime, options.rounds, options.pause_ms / 1e3):
             measured.append(m)

@@ -204,8 +204,7 @@ def main() -> int:
         if options.lengths and job.lengths:
             job = replace(job, lengths=tuple(int(n) for n in options.lengths.split(",")))
         model = models.resolve(name, options.config, models.SYNTHETIC)
-        output = folder / f"models-{name}-{model.config_name.replace('/', '_')}.aot"
-        manifest = build_artifact(model, job, output)
+        output, manifest = build_artifact(model, job, folder, {})
         if manifest.weights_mode != "packed":
             raise SystemExit(f"{name}: its linears are generated loops (few rows), there is nothing to take apart")
         runtime = open_artifact(output, threads)

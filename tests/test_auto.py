@@ -6,7 +6,7 @@ import pytest
 import torch
 import toy
 
-from voicehub_aot import build as building, parity, step_times
+from voicehub_aot import build as building, step_times
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.report import read_json
 from voicehub_aot.bucket import Buckets
@@ -41,11 +41,12 @@ def steady(monkeypatch, **milliseconds):
                 {"frames": frames},
                 2,
                 {name: (milliseconds.get(f"{name}_{frames}", milliseconds.get(name)),) * 5 for name in candidates},
+                milliseconds.get("elsewhere"),
             )
             for frames in (8, 16)
         ]
 
-    monkeypatch.setattr(parity, "time_steps", time_steps)
+    monkeypatch.setattr(step_times, "time_steps", time_steps)
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,24 @@ def test_several_engines_by_name_are_all_kept_and_the_first_is_opened(tmp_path):
     assert load(path).engine_at(frames=16, text=3) == "aoti"
     assert load(path, engine="onnxruntime").engine_at(frames=16, text=3) == "onnxruntime"
     assert {r.engine for r in verify(path).rows} == {"aoti", "onnxruntime"}
+
+
+class Listening(toy.Quiet):
+    def __init__(self):
+        self.stages = []
+
+    def stage(self, text):
+        self.stages.append(text)
+
+
+@pytest.mark.parametrize(("elsewhere", "told"), [(1.25, True), (0.1, False), (None, False)])
+def test_a_busy_machine_is_told_and_recorded(tmp_path, monkeypatch, elsewhere, told):
+    steady(monkeypatch, eager=9.0, aoti=2.0, onnxruntime=2.5, elsewhere=elsewhere)
+    progress = Listening()
+
+    build(toy.model(), replace(OPTIONS, auto=False), tmp_path / "busy.aot", progress)
+
+    assert any("other processes used up to 1.2 processors" in text for text in progress.stages) == told
+    report = read_json(tmp_path / "busy.aot" / store.PARITY / "report.json")
+    assert {t.elsewhere for t in report.timings} == {elsewhere}
+    assert ("Other processes used" in (tmp_path / "busy.aot" / store.PARITY / "report.html").read_text()) == told

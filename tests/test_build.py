@@ -150,7 +150,7 @@ def test_a_damaged_cached_engine_is_compiled_anew(built, tmp_path, monkeypatch):
     library.write_bytes(library.read_bytes()[:-1] + b"x")
     asked = []
     monkeypatch.setattr(
-        "voicehub_aot.engine_cache.compile_into_cache",
+        "voicehub_aot.compilation.compile_into_cache",
         lambda *a: (asked.append(a[0].name), compile_into_cache(*a)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,16 @@ def test_our_own_bugs_are_told_apart_from_mistakes(command: Command, monkeypatch
     assert ran.code == 1
     assert ran.document["error"]["type"] == "InternalError"
     assert "RuntimeError: a bug; this is our bug, please report it" in ran.err
+
+
+def test_a_full_disk_is_no_bug_of_ours(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/weights.safetensors")
+
+    monkeypatch.setattr("voicehub_aot.inspection.doctor", full)
+    ran = command("doctor")
+    assert ran.code == 2
+    assert "/somewhere/weights.safetensors: no space left; free some" in ran.err
 
 
 def test_an_interrupted_command_returns_130(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,6 +554,17 @@ def finetune(path: Path, change: float = 0.02) -> Path:
     }
     save_file(moved, path)
     return path
+
+
+def test_a_finetune_keeps_the_options_over_its_own_checkpoint(
+    f5_shared: Path, command: Command, tmp_path: Path
+) -> None:
+    built, output, tuned = tmp_path / "built.aot", tmp_path / "tuned.aot", finetune(tmp_path / "tuned.safetensors")
+    shutil.copytree(f5_shared, built)
+    (built / store.SETTINGS).write_text('# build\nconfig = "tiny"\ncheckpoint = "synthetic"\nsteps = "4"\n')
+    assert command("reweight", built, "--weights", tuned, "-o", output).code == 0
+    kept = tomllib.loads((output / store.SETTINGS).read_text())
+    assert kept == {"config": "tiny", "checkpoint": str(tuned), "steps": "4"}
 
 
 def test_a_finetune_gets_its_artifact_without_a_compiler(f5_shared: Path, command: Command, tmp_path: Path) -> None:

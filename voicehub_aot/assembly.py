@@ -76,7 +76,7 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
         entry = install(item, folder, options).model_copy(update={"serves": serves, "reason": reason})
         entries.append(entry)
     if parts.settings is not None:
-        (folder / "config.toml").write_text(parts.settings)
+        (folder / store.SETTINGS).write_text(parts.settings)
     for program in options.programs:
         path = folder / store.PROGRAMS / f"{program.name}.json"
         path.parent.mkdir(exist_ok=True)

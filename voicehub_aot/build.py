@@ -172,7 +172,14 @@ class _Proof:
         runtimes = {name: load(folder, engine=name) for name in manifest.engine_names}
         left = self.parts.options.engine_budget - (time.perf_counter() - self.start)
         seconds = max(0.0, min(TIMING_SECONDS, left / len(recording.cases)))
-        return step_times.time_steps({EAGER: eager, **runtimes}, recording, seconds, PAUSE_SECONDS)
+        times = step_times.time_steps({EAGER: eager, **runtimes}, recording, seconds, PAUSE_SECONDS)
+        elsewhere = max((t.elsewhere or 0.0 for t in times), default=0.0)
+        if elsewhere > reports.BUSY:
+            self.progress.stage(
+                f"other processes used up to {elsewhere:.1f} processors meanwhile: times say little; "
+                "for a choice that holds, build again when the machine is quiet"
+            )
+        return times
 
     def _time_candidates(self, place: Path, eager: Runtime, recording: Recording) -> list[step_times.StepTime]:
         """From an artifact that has them all."""
@@ -211,6 +218,7 @@ class _Proof:
                 engine_ms=t.median_ms(engine),
                 eager_ms=t.median_ms(EAGER),
                 noise=noise(t.samples_ms[engine]),
+                elsewhere=t.elsewhere,
                 kept=not options.auto or (engine, label(t.bucket)) in serving,
                 flops=manifest.stages["step"].flops[label(t.bucket)],
                 waste=bucket_waste(options.histogram, options.buckets, t.bucket, axis),

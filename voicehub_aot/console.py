@@ -5,6 +5,7 @@ A terminal gets live lines, a CI log gets plain ones. With --json, stdout holds 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -117,6 +118,9 @@ def run(command: Callable[[], Any]) -> int:
 
 
 def _failed(error: BaseException) -> int:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "a file"
+        error = UsageError(f"{where}: no space left; free some, or give another --output, cache folder or TMPDIR")
     match error:
         case typer.Exit():
             return int(error.exit_code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +46,15 @@ def reweight(
         replace=force,
         engines_from={e.key: artifact / e.path for e in manifest.engines},
     )
-    return build(model, options, output, progress)
+    return build(model, options, output, progress, _settings(artifact, checkpoint))
+
+
+def _settings(artifact: Path, checkpoint: str) -> str | None:
+    """The options the artifact was built with, if it keeps them, over the other checkpoint."""
+    file = artifact / store.SETTINGS
+    if not file.is_file():
+        return None
+    return re.sub(r"(?m)^checkpoint = .*$", lambda _: f"checkpoint = {json.dumps(checkpoint)}", file.read_text())
 
 
 def _choice(manifest: Manifest) -> Choice | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from voicehub_aot.recording import Case, Recording, draw
 from voicehub_aot.region import BATCH
@@ -19,12 +21,14 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 15  # of timing
 class StepTime:
     """Milliseconds of one evaluation of `rows` packed rows, preparation not counted, by candidate.
 
-    The n-th figures of all candidates were taken in the same round.
+    The n-th figures of all candidates were taken in the same round. elsewhere: processors that others used meanwhile,
+    None where the system does not say.
     """
 
     bucket: Mapping[str, int]
     rows: int
     samples_ms: Mapping[str, tuple[float, ...]]
+    elsewhere: float | None = None
 
     def median_ms(self, candidate: str) -> float:
         return statistics.median(self.samples_ms[candidate])
@@ -44,7 +48,8 @@ def time_steps(
         for call in calls.values():
             call()
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        end = time.perf_counter() + seconds
+        began, others = time.perf_counter(), seconds_of_others()
+        end = began + seconds
         for round_number in range(MAX_ROUNDS):
             if round_number >= MIN_ROUNDS and time.perf_counter() > end:
                 break
@@ -55,8 +60,29 @@ def time_steps(
                 samples[name].append(1e3 * (time.perf_counter() - start))
         spec = next(iter(candidates.values())).spec
         rows = case.sizes[BATCH] * (len(spec.guidance.branches) if case.guided and spec.guidance else 1)
-        times.append(StepTime(case.bucket, rows, {name: tuple(values) for name, values in samples.items()}))
+        kept = {name: tuple(values) for name, values in samples.items()}
+        taken = None if others is None else max(0.0, (seconds_of_others() or 0.0) - others)
+        elsewhere = None if taken is None else taken / (time.perf_counter() - began)
+        times.append(StepTime(case.bucket, rows, kept, elsewhere))
     return times
+
+
+def seconds_of_others(stat: Path = Path("/proc/stat")) -> float | None:
+    """Processor time that other processes, and other guests of the machine, took so far of our processors.
+
+    None where it cannot be told: not on Linux, or hidden by a sandbox. Source: proc_stat(5).
+    """
+    try:
+        lines = [line.split() for line in stat.read_text().splitlines()]
+        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        ticks = 0
+        for name, *counts in lines:
+            if name in mine:
+                user, nice, system, _idle, _iowait, irq, softirq, steal = (int(count) for count in counts[:8])
+                ticks += user + nice + system + irq + softirq + steal
+    except (OSError, ValueError, AttributeError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _one_per_bucket(cases: Iterable[Case]) -> list[Case]:

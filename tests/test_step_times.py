@@ -1,0 +1,51 @@
+"""Times of single evaluations, and how busy others kept the machine meanwhile."""
+
+import os
+import time
+
+import pytest
+import toy
+
+from voicehub_aot.build import eager_runtime
+from voicehub_aot.recording import Recording, plan
+from voicehub_aot.schedule import linear
+from voicehub_aot.solver import euler
+from voicehub_aot.step_times import MIN_ROUNDS, seconds_of_others, time_steps
+
+PROGRAM = euler(linear(2))
+
+
+def test_every_candidate_is_timed_in_every_round_of_every_bucket():
+    eager = eager_runtime(toy.region(), (PROGRAM,), "toy")
+    cases = tuple(plan(toy.SPEC, {PROGRAM.name: PROGRAM}, [{"frames": 8}, {"frames": 16}], 1))
+
+    times = time_steps({"first": eager, "second": eager}, Recording(cases), seconds=0.0)
+
+    assert [t.bucket for t in times] == [{"frames": 8}, {"frames": 16}]
+    assert [t.rows for t in times] == [2, 2]  # guidance branches
+    assert all(len(samples) == MIN_ROUNDS and min(samples) > 0 for t in times for samples in t.samples_ms.values())
+    assert all(t.elsewhere is None or 0 <= t.elsewhere <= (os.cpu_count() or 1) for t in times)
+
+
+@pytest.fixture
+def stat(tmp_path):
+    """/proc/stat where each of our processors has spent 1000 ticks on work and many more idle."""
+    mine = [f"cpu{n} 100 200 300 50000 60000 150 50 200 70 80" for n in sorted(os.sched_getaffinity(0))]
+    other = f"cpu{max(os.sched_getaffinity(0)) + 1} 9 9 9 9 9 9 9 9 9 9"
+    file = tmp_path / "stat"
+    file.write_text("\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *mine, other, "intr 1 2 3", "ctxt 5"]) + "\n")
+    return file
+
+
+def test_work_of_others_is_all_work_of_our_processors_but_our_own(stat):
+    all_work = 1000 * len(os.sched_getaffinity(0)) / os.sysconf("SC_CLK_TCK")
+
+    assert seconds_of_others(stat) == pytest.approx(all_work - time.process_time(), abs=0.5)
+
+
+@pytest.mark.parametrize("content", [None, "cpu0 what\n", "\n"])
+def test_a_system_that_does_not_say_is_not_guessed_at(tmp_path, content):
+    if content is not None:
+        (tmp_path / "stat").write_text(content)
+
+    assert seconds_of_others(tmp_path / "stat") is None
