@@ -556,9 +556,7 @@ def finetune(path: Path, change: float = 0.02) -> Path:
     return path
 
 
-def test_a_finetune_keeps_the_options_over_its_own_checkpoint(
-    f5_shared: Path, command: Command, tmp_path: Path
-) -> None:
+def test_a_finetune_keeps_the_options(f5_shared: Path, command: Command, tmp_path: Path) -> None:
     built, output, tuned = tmp_path / "built.aot", tmp_path / "tuned.aot", finetune(tmp_path / "tuned.safetensors")
     shutil.copytree(f5_shared, built)
     (built / store.SETTINGS).write_text('# build\nconfig = "tiny"\ncheckpoint = "synthetic"\nsteps = "4"\n')
