@@ -41,7 +41,7 @@ KINDS = {
     aten.convolution.default: "convolution",
 }
 OUT_OF_CACHE = 128 * 2**20  # bytes of weights that no cache holds
-CALL_SECONDS = 5e-3  # of one timed run of an operator, about
+CALL_SECONDS = 50e-3  # of one timed run of an operator, about: after a pause the first calls are slow
 STEP, REST = "step", "rest"
 
 
@@ -151,12 +151,12 @@ class Share:
 
 
 def profile(model: Model, runtime: Runtime, job: Job, length: int, rounds: int, pause_s: float) -> list[Share]:
-    """Of one evaluation with all guidance branches; the step itself comes first, the rest last."""
+    """Of one evaluation, guided as released; the step itself comes first, the rest last."""
     spec = model.region.spec
     program = next(iter(runtime.programs.values()))
     state, request = draw(spec, length, job.texts)
-    branches = len(spec.guidance.branches) if spec.guidance else 1
-    sizes = {d.name: min(d.max, job.texts) for d in spec.dims} | {"B": branches}
+    rows = len(spec.guidance.taking_part(None, spec.guidance.scales(None))) if spec.guidance else 1
+    sizes = {d.name: min(d.max, job.texts) for d in spec.dims} | {"B": rows}
     if spec.main_dim:
         sizes[spec.main_dim] = length
     found = operators(model, sizes)
