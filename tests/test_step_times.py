@@ -6,6 +6,7 @@ import time
 import pytest
 import toy
 
+from voicehub_aot import step_times
 from voicehub_aot.build import eager_runtime
 from voicehub_aot.recording import Recording, plan
 from voicehub_aot.schedule import linear
@@ -24,7 +25,16 @@ def test_every_candidate_is_timed_in_every_round_of_every_bucket():
     assert [t.bucket for t in times] == [{"frames": 8}, {"frames": 16}]
     assert [t.rows for t in times] == [2, 2]  # guidance branches
     assert all(len(samples) == MIN_ROUNDS and min(samples) > 0 for t in times for samples in t.samples_ms.values())
-    assert all(t.elsewhere is None or 0 <= t.elsewhere <= (os.cpu_count() or 1) for t in times)
+    assert [t.elsewhere for t in times] == [None, None]  # over milliseconds it cannot be told
+
+
+@pytest.mark.parametrize(
+    ("before", "seconds", "told"), [(10.0, 0.9, 1.0), (10.9, 2.0, 0.0), (None, 2.0, None), (10.0, 0.1, None)]
+)
+def test_what_others_used_meanwhile_is_told(monkeypatch, before, seconds, told):
+    monkeypatch.setattr(step_times, "seconds_of_others", lambda: 10.9)
+
+    assert step_times._elsewhere(before, seconds) == (told if told is None else pytest.approx(told))
 
 
 @pytest.fixture

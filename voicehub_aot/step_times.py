@@ -15,6 +15,7 @@ from voicehub_aot.region import BATCH
 from voicehub_aot.runtime import Runtime
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # of timing
+LEAST_SECONDS = 0.5  # the system counts work in ticks of 10 ms: over less it cannot be told
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class StepTime:
     """Milliseconds of one evaluation of `rows` packed rows, preparation not counted, by candidate.
 
     The n-th figures of all candidates were taken in the same round. elsewhere: processors that others used meanwhile,
-    None where the system does not say.
+    None where the system does not say, or they took too little time to tell.
     """
 
     bucket: Mapping[str, int]
@@ -61,10 +62,16 @@ def time_steps(
         spec = next(iter(candidates.values())).spec
         rows = case.sizes[BATCH] * (len(spec.guidance.branches) if case.guided and spec.guidance else 1)
         kept = {name: tuple(values) for name, values in samples.items()}
-        taken = None if others is None else max(0.0, (seconds_of_others() or 0.0) - others)
-        elsewhere = None if taken is None else taken / (time.perf_counter() - began)
-        times.append(StepTime(case.bucket, rows, kept, elsewhere))
+        times.append(StepTime(case.bucket, rows, kept, _elsewhere(others, time.perf_counter() - began)))
     return times
+
+
+def _elsewhere(before: float | None, seconds: float) -> float | None:
+    """Processors that others used in the `seconds` since `before`; None where it cannot be told."""
+    now = seconds_of_others()
+    if before is None or now is None or seconds < LEAST_SECONDS:
+        return None
+    return max(0.0, now - before) / seconds
 
 
 def seconds_of_others(stat: Path = Path("/proc/stat")) -> float | None:
