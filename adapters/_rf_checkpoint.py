@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from voicehub_aot.adapters._rf_dit import Sizes
 from voicehub_aot.checkpoint import read_tensors
@@ -91,10 +91,3 @@ def fault(sizes: Sizes) -> str | None:
 
 def has_context(weights: Iterable[str], name: str) -> bool:
     return any(f".wk_{name}." in key or f".wv_{name}." in key for key in weights)
-
-
-def load(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """`module`, made without storage, with these weights in float32."""
-    state = {key: tensor.float().contiguous() for key, tensor in weights.items()}
-    module.load_state_dict(state, assign=True)
-    return module.eval().requires_grad_(False)

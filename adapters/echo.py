@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from voicehub_aot.adapters import _rf_checkpoint as checkpoints, _rf_sampling as sampling
+from voicehub_aot.adapters import _rf_sampling as sampling
 from voicehub_aot.adapters._echo_checkpoint import (
     CONFIGS as CONFIGS,
     FILES,
@@ -44,7 +44,7 @@ from voicehub_aot.adapters._echo_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._echo_net import Config, EchoDiT, LatentEncoder
-from voicehub_aot.checkpoint import check_shapes
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import Branch, Guidance
@@ -75,7 +75,7 @@ TRAITS = Traits(
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     config, weights = denoiser_part(config, weights)
     check_shapes(f"{NAME} denoiser", weights, checkpoint_shapes(config))
-    return Region(_spec(config), checkpoints.load(network(config), weights))
+    return Region(_spec(config), loaded(network(config), weights))
 
 
 # --- the region
@@ -223,7 +223,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     case.check_inputs({"x", "t", *CONDITIONS}, {"latent_state", "start_pos"})
     config, weights = denoiser_part(config_from(case.config), case.checkpoint())
     request, x, time = _request(case), inputs["x"], inputs["t"]
-    module = checkpoints.load(network(config), weights)
+    module = loaded(network(config), weights)
     assert isinstance(module, EchoDiT)
     states = {"text": inputs["text_state"], "speaker": inputs["speaker_state"]}
     if "latent_state" in inputs:

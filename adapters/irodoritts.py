@@ -45,7 +45,7 @@ from voicehub_aot.adapters._irodori_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._irodori_net import Config, TextToLatentRFDiT
-from voicehub_aot.checkpoint import check_shapes
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import OptionUnsupported, UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import Branch, Guidance
@@ -78,7 +78,7 @@ TRAITS = Traits(
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     weights = checkpoints.without(weights, OUTSIDE)
     check_shapes(f"{NAME} denoiser", weights, checkpoint_shapes(config))
-    return Region(_spec(config), checkpoints.load(network(config), weights))
+    return Region(_spec(config), loaded(network(config), weights))
 
 
 # --- the region
@@ -282,7 +282,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     if "latent_mask" in inputs:
         request["hidden"] = ~inputs["latent_mask"]
     results = {"v": sampler.evaluate(x, time, **request)}
-    module = checkpoints.load(network(config), checkpoints.without(case.checkpoint(), OUTSIDE))
+    module = loaded(network(config), checkpoints.without(case.checkpoint(), OUTSIDE))
     assert isinstance(module, TextToLatentRFDiT)
     for name in config.conditions:
         results[f"kv_k_{name}"], results[f"kv_v_{name}"] = module.keys_values(name, inputs[f"{name}_state"])

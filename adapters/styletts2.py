@@ -43,7 +43,7 @@ from voicehub_aot.adapters._styletts2_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._styletts2_net import Config
-from voicehub_aot.checkpoint import check_shapes
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import OptionUnsupported, UsageError
 from voicehub_aot.guidance import Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
@@ -120,10 +120,7 @@ def _spec(config: Config) -> RegionSpec:
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
-    module = network(config)
-    state = {key.removeprefix(PREFIX): tensor.float().contiguous() for key, tensor in weights.items()}
-    module.load_state_dict(state, assign=True)
-    return Region(_spec(config), module.eval().requires_grad_(False))
+    return Region(_spec(config), loaded(network(config), weights, PREFIX))
 
 
 # --- sampling loop

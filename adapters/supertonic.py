@@ -29,7 +29,7 @@ from torch import Tensor
 
 from voicehub_aot.adapters._supertonic_net import Config, VectorEstimator
 from voicehub_aot.adapters._supertonic_onnx import STYLE_KEY, read_graph, sizes
-from voicehub_aot.checkpoint import check_shapes, read_tensors
+from voicehub_aot.checkpoint import check_shapes, loaded, read_tensors
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
@@ -212,9 +212,8 @@ def _spec(config: Config) -> RegionSpec:
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     check_shapes("supertonic", weights, checkpoint_shapes(config))
     module = _skeleton(config)
-    state = {name: weights[_released_key(config, name)].float().contiguous() for name in module.state_dict()}
-    module.load_state_dict(state, assign=True)
-    return Region(_spec(config), module.requires_grad_(False).eval())
+    ours = {name: weights[_released_key(config, name)] for name in module.state_dict()}
+    return Region(_spec(config), loaded(module, ours))
 
 
 def program(steps: int, **options: Any) -> Program:

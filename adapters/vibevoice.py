@@ -36,7 +36,7 @@ from voicehub_aot.adapters._vibevoice_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._vibevoice_head import PREFIX, Config, PredictionHead, module_state
-from voicehub_aot.checkpoint import check_shapes
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import UsageError
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
@@ -110,8 +110,7 @@ def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     with torch.device("meta"):
         module = PredictionHead(config)
     bare = {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()}
-    module.load_state_dict(module_state(config, bare), assign=True)
-    return Region(_spec(config), module.eval().requires_grad_(False))
+    return Region(_spec(config), loaded(module, module_state(config, bare)))
 
 
 # --- sampling loop

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency
 
@@ -84,6 +85,13 @@ def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, tor
     raise CheckpointMismatch(
         f"{path}: unknown file type {path.suffix!r}; wanted .safetensors, .pt, .pth, .ckpt or .bin"
     )
+
+
+def loaded(module: nn.Module, weights: Mapping[str, torch.Tensor], prefix: str = "") -> nn.Module:
+    """`module`, made without storage, with these weights in float32, ready to evaluate. prefix: of their keys."""
+    state = {key.removeprefix(prefix): tensor.float().contiguous() for key, tensor in weights.items()}
+    module.load_state_dict(state, assign=True)
+    return module.eval().requires_grad_(False)
 
 
 def _some(keys: list[str]) -> str:
