@@ -35,6 +35,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from voicehub_aot.artifacts.manifest import Manifest
     from voicehub_aot.assembly import Model
+    from voicehub_aot.guidance import Guidance
     from voicehub_aot.program import Program
     from voicehub_aot.region import Region
     from voicehub_aot.runtime import Runtime
@@ -193,6 +194,16 @@ class Measured:
         return times[OURS].median / times[EAGER].median
 
 
+def rows_run(program: Program, guidance: Guidance | None) -> int:
+    """Row blocks of the program's first evaluation with the model's own guidance scales."""
+    from voicehub_aot.program import Evaluate
+
+    if guidance is None:
+        return 1
+    against = next(i.against for i in program.instructions if isinstance(i, Evaluate) and i.row == 0)
+    return len(guidance.taking_part(against, guidance.scales(None)))
+
+
 def measure(
     model: Model, job: Job, program: Program, runtime: Runtime, rounds: int, pause_s: float
 ) -> Iterator[Measured]:
@@ -216,7 +227,7 @@ def measure(
             model=model.name,
             config=model.config_name,
             size=f"{length} {spec.main_dim}" if length else "1 row",
-            rows=len(spec.guidance.branches) if spec.guidance else 1,
+            rows=rows_run(program, spec.guidance),
             evaluation=evaluation_times,
             request=request_times,
             error=error,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
 
 import torch
-from bench_models import JOBS, Job, build_artifact
+from bench_models import JOBS, Job, build_artifact, rows_run
 from subject import draw, open_artifact, use_threads
 from timing import Times, append_json, command, environment, interleaved, note, print_table
 from torch import Tensor
@@ -155,8 +155,7 @@ def profile(model: Model, runtime: Runtime, job: Job, length: int, rounds: int, 
     spec = model.region.spec
     program = next(iter(runtime.programs.values()))
     state, request = draw(spec, length, job.texts)
-    rows = len(spec.guidance.taking_part(None, spec.guidance.scales(None))) if spec.guidance else 1
-    sizes = {d.name: min(d.max, job.texts) for d in spec.dims} | {"B": rows}
+    sizes = {d.name: min(d.max, job.texts) for d in spec.dims} | {"B": rows_run(program, spec.guidance)}
     if spec.main_dim:
         sizes[spec.main_dim] = length
     found = operators(model, sizes)
