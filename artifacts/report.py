@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, get_args
+from typing import Annotated, Literal, NoReturn, Protocol, get_args
 from xml.etree import ElementTree
 
 import torch
@@ -141,6 +141,19 @@ class Size(_Data):
 BUSY = 0.2  # processors; more of others' work than this, and times say little
 
 
+class Measured(Protocol):
+    """elsewhere: processors that others used meanwhile, if that could be told."""
+
+    @property
+    def elsewhere(self) -> float | None: ...
+
+
+def busiest(times: Iterable[Measured]) -> float | None:
+    """Most processors that others used while engines were timed; None if that is too little to matter."""
+    most = max((t.elsewhere or 0.0 for t in times), default=0.0)
+    return most if most > BUSY else None
+
+
 class ParityReport(_Data):
     """True iff something was measured and all of it passed.
 
@@ -168,9 +181,7 @@ class ParityReport(_Data):
 
     @property
     def busiest(self) -> float | None:
-        """Most processors that others used while engines were timed; None if that is too little to matter."""
-        most = max((t.elsewhere or 0.0 for t in self.timings), default=0.0)
-        return most if most > BUSY else None
+        return busiest(self.timings)
 
 
 def label(bucket: Mapping[str, int]) -> str:

@@ -302,38 +302,55 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--models", default=",".join(JOBS), help="default all")
+def models_parser(doc: str | None, rounds: str, everything: bool) -> argparse.ArgumentParser:
+    """The arguments of a benchmark of several models. rounds: what they are of. everything: all models by default."""
+    arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = f"of {', '.join(JOBS)}{'; default all' if everything else ''}"
+    arguments.add_argument("--models", default=",".join(JOBS), required=not everything, help=which)
     arguments.add_argument("--config", help="of every model named: a released size, tiny, or a .json file")
     arguments.add_argument("--lengths", help="of every model named that has them, e.g. 64,128")
     arguments.add_argument("--folder", type=Path, help="for the artifacts (default beside the engine cache)")
-    for choice in CHOICES:
-        arguments.add_argument(f"--{choice.replace('_', '-')}", help="as `voicehub-aot build` takes it")
     arguments.add_argument("--threads", type=int, help="compute threads (default: what this process may use)")
-    arguments.add_argument("--rounds", type=int, default=9, help="of evaluations; half as many requests (default 9)")
+    arguments.add_argument("--rounds", type=int, default=9, help=f"{rounds} (default 9)")
     arguments.add_argument("--pause-ms", type=float, default=60.0, help="before each timed call (default 60)")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object per row")
-    arguments.add_argument("--plot", type=Path, metavar="FILE", help="picture of the ratios, of all rows in --json")
-    arguments.add_argument("--gate", action="store_true", help="exit with 6 if a target is missed")
-    options = arguments.parse_args()
+    return arguments
+
+
+def jobs_named(options: argparse.Namespace) -> dict[str, Job]:
+    """The jobs of --models, with --lengths."""
     names = options.models.split(",")
     if unknown := sorted(set(names) - set(JOBS)):
         raise SystemExit(f"--models {options.models!r}: {unknown} are not known; known are {', '.join(JOBS)}")
-    from voicehub_aot import models
+    lengths = tuple(int(n) for n in options.lengths.split(",")) if options.lengths else None
+    found = {name: JOBS[name] for name in names}
+    return {name: replace(job, lengths=lengths) if lengths and job.lengths else job for name, job in found.items()}
+
+
+def artifacts_folder(options: argparse.Namespace) -> Path:
     from voicehub_aot.engine_cache import cache_dir
 
-    threads = use_threads(options.threads)
-    folder = options.folder or cache_dir() / "bench"
+    folder: Path = options.folder or cache_dir() / "bench"
     folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def main() -> int:
+    arguments = models_parser(__doc__, rounds="of evaluations; half as many requests", everything=True)
+    for choice in CHOICES:
+        arguments.add_argument(f"--{choice.replace('_', '-')}", help="as `voicehub-aot build` takes it")
+    arguments.add_argument("--plot", type=Path, metavar="FILE", help="picture of the ratios, of all rows in --json")
+    arguments.add_argument("--gate", action="store_true", help="exit with 6 if a target is missed")
+    options = arguments.parse_args()
+    jobs = jobs_named(options)
+    from voicehub_aot import models
+
+    threads, folder = use_threads(options.threads), artifacts_folder(options)
     print(environment())
     print(command())
     measured: list[Measured] = []
     shares: list[list[object]] = []
-    for name in names:
-        job = JOBS[name]
-        if options.lengths and job.lengths:
-            job = replace(job, lengths=tuple(int(n) for n in options.lengths.split(",")))
+    for name, job in jobs.items():
         model = models.resolve(name, options.config, models.SYNTHETIC)
         program = models.program(model, job.steps)
         output, manifest = build_artifact(model, job, folder, {c: getattr(options, c) for c in CHOICES})

@@ -10,32 +10,30 @@ generated loops and calls. Packed artifacts with AOTInductor only.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
 
 import torch
-from bench_models import JOBS, Job, build_artifact, rows_run
+from bench_models import Job, artifacts_folder, build_artifact, jobs_named, models_parser, rows_run
 from subject import draw, open_artifact, use_threads
 from timing import Times, append_json, command, environment, interleaved, note, print_table
 from torch import Tensor
+
+from voicehub_aot.flops import MATRIX_OPERATIONS
 
 if TYPE_CHECKING:
     from voicehub_aot.assembly import Model
     from voicehub_aot.runtime import Runtime
 
 aten = torch.ops.aten
-KINDS = {
+KINDS = {  # of MATRIX_OPERATIONS; every other one is a "product"
     aten.linear.default: "linear",
-    aten.matmul.default: "product",
-    aten.bmm.default: "product",
     aten.scaled_dot_product_attention.default: "attention",
     aten.conv1d.default: "convolution",
     aten.convolution.default: "convolution",
@@ -73,7 +71,7 @@ class Recorder(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().call_function(target, args, kwargs)
-        if target in KINDS:
+        if target in MATRIX_OPERATIONS:
             shapes = tuple(tuple(a.shape) for a in args if isinstance(a, Tensor))
             if (target, shapes) in self.found:
                 self.found[target, shapes].calls += 1
@@ -83,19 +81,12 @@ class Recorder(torch.fx.Interpreter):
 
 
 def operator(target: Any, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Operator:
-    kind = KINDS[target]
+    kind, flops = KINDS.get(target, "product"), MATRIX_OPERATIONS[target](result.shape, *shapes)
+    size = args[1].numel() * args[1].element_size()
     if kind == "linear":
         x, weight, bias = (*args, None)[:3]
-        flops, size = 2 * result.numel() * x.shape[-1], weight.numel() * weight.element_size()
         return Operator(kind, shapes[:2], packed_linear(x, weight, bias, max(1, OUT_OF_CACHE // size)), flops, size)
-    if kind == "product":
-        flops = 2 * result.numel() * args[0].shape[-1]
-    elif kind == "attention":
-        flops = 4 * args[0].numel() * args[1].shape[-2]
-    else:
-        flops = 2 * result.numel() * math.prod(args[1].shape[1:])
-    weights = args[1].numel() * args[1].element_size() if kind == "convolution" else 0
-    return Operator(kind, shapes, lambda: target(*args, **kwargs), flops, weights)
+    return Operator(kind, shapes, lambda: target(*args, **kwargs), flops, size if kind == "convolution" else 0)
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, copies: int) -> Callable[[], object]:
@@ -177,31 +168,14 @@ def profile(model: Model, runtime: Runtime, job: Job, length: int, rounds: int, 
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--models", required=True, help=f"of {', '.join(JOBS)}")
-    arguments.add_argument("--config", help="of every model named: a released size, tiny, or a .json file")
-    arguments.add_argument("--lengths", help="of every model named that has them, e.g. 64,128")
-    arguments.add_argument("--folder", type=Path, help="for the artifacts (default beside the engine cache)")
-    arguments.add_argument("--threads", type=int, help="compute threads (default: what this process may use)")
-    arguments.add_argument("--rounds", type=int, default=9, help="default 9")
-    arguments.add_argument("--pause-ms", type=float, default=60.0, help="before each timed call (default 60)")
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object per row")
-    options = arguments.parse_args()
-    names = options.models.split(",")
-    if unknown := sorted(set(names) - set(JOBS)):
-        raise SystemExit(f"--models {options.models!r}: {unknown} are not known; known are {', '.join(JOBS)}")
+    options = models_parser(__doc__, rounds="of the step and of every operator", everything=False).parse_args()
+    jobs = jobs_named(options)
     from voicehub_aot import models
-    from voicehub_aot.engine_cache import cache_dir
 
-    threads = use_threads(options.threads)
-    folder = options.folder or cache_dir() / "bench"
-    folder.mkdir(parents=True, exist_ok=True)
+    threads, folder = use_threads(options.threads), artifacts_folder(options)
     print(environment())
     print(command())
-    for name in names:
-        job = JOBS[name]
-        if options.lengths and job.lengths:
-            job = replace(job, lengths=tuple(int(n) for n in options.lengths.split(",")))
+    for name, job in jobs.items():
         model = models.resolve(name, options.config, models.SYNTHETIC)
         output, manifest = build_artifact(model, job, folder, {})
         if manifest.weights_mode != "packed":

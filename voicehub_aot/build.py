@@ -173,8 +173,7 @@ class _Proof:
         left = self.parts.options.engine_budget - (time.perf_counter() - self.start)
         seconds = max(0.0, min(TIMING_SECONDS, left / len(recording.cases)))
         times = step_times.time_steps({EAGER: eager, **runtimes}, recording, seconds, PAUSE_SECONDS)
-        elsewhere = max((t.elsewhere or 0.0 for t in times), default=0.0)
-        if elsewhere > reports.BUSY:
+        if elsewhere := reports.busiest(times):
             self.progress.stage(
                 f"other processes used up to {elsewhere:.1f} processors meanwhile: times say little; "
                 "for a choice that holds, build again when the machine is quiet"
