@@ -41,13 +41,29 @@ class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
+class Spread(_Data):
+    """How far float32 runs of the model that differ in nothing but rounding lie from float64: the worst of `runs`.
+
+    max_abs: largest difference of an element. rel_l2: norm of the difference over the norm of the float64 result.
+    """
+
+    runs: int
+    max_abs: Number
+    rel_l2: Number
+
+    def __str__(self) -> str:
+        return f"{self.runs} float32 runs lie up to {number(self.max_abs)} and {number(self.rel_l2)} from float64"
+
+
 class Row(_Data):
     """One comparison. It cannot pass with a distance outside its budget, or with one that is not a number.
 
     bucket: sizes the engine was compiled for; empty = any. lengths: valid length of each batch row.
     max_abs, rel_l2, snr_db, errors_by_step (max_abs after each step): against float32 eager; snr_db None = identical.
     first_bad_step: the first of errors_by_step, counted from 0, that is over the budget.
-    distance: max |engine - float64 reference|; budget: the most it may be (twice eager's own distance, plus a floor).
+    distance: max |engine - float64 reference|; distance_l2: their relative L2 distance. budget, budget_l2: the most
+    these may be, several times the spread of float32 runs plus a floor. spread: that of the float32 runs; None where
+    the budget has another source.
     sensitivity: distance is the relative difference of two outputs that must differ; budget is the least it must be.
     """
 
@@ -65,12 +81,15 @@ class Row(_Data):
     distance: Number
     budget: Number
     passed: bool
+    distance_l2: Number = 0.0
+    budget_l2: Number = math.inf
+    spread: Spread | None = None
     note: str = ""
     errors_by_step: tuple[Number, ...] = ()
 
     @model_validator(mode="after")
     def _passes_within_budget_only(self) -> Row:
-        finite = all(map(math.isfinite, (self.max_abs, self.distance, self.budget)))
+        finite = all(map(math.isfinite, (self.max_abs, self.distance, self.distance_l2, self.budget)))
         if self.passed and not (finite and self.used <= 1):
             raise ValueError(f"{self.name}: marked as passed, with {self.verdict}")
         return self
@@ -85,18 +104,28 @@ class Row(_Data):
 
     @property
     def used(self) -> float:
-        """The part of the budget that is used up: 1 is just enough, infinite where nothing can be said."""
-        used, whole = (self.budget, self.distance) if self.check == "sensitivity" else (self.distance, self.budget)
-        if not (math.isfinite(used) and math.isfinite(whole)):
-            return math.inf
-        if whole <= 0:
-            return 0.0 if used <= whole else math.inf
-        return used / whole
+        """The part of the scarcer budget that is used up: 1 is just enough, infinite where nothing can be said."""
+        if self.check == "sensitivity":
+            return _share(self.budget, self.distance)
+        elements = _share(self.distance, self.budget)
+        return elements if self.budget_l2 == math.inf else max(elements, _share(self.distance_l2, self.budget_l2))
 
     @property
     def verdict(self) -> str:
-        bound = "at least" if self.check == "sensitivity" else "at most"
-        return f"distance {number(self.distance)}, wanted {bound} {number(self.budget)}"
+        if self.check == "sensitivity":
+            return f"distance {number(self.distance)}, wanted at least {number(self.budget)}"
+        text = f"distance {number(self.distance)}, wanted at most {number(self.budget)}"
+        if self.budget_l2 != math.inf:
+            text += f"; relative L2 {number(self.distance_l2)}, wanted at most {number(self.budget_l2)}"
+        return text if self.spread is None else f"{text} ({self.spread})"
+
+
+def _share(used: float, whole: float) -> float:
+    if not (math.isfinite(used) and math.isfinite(whole)):
+        return math.inf
+    if whole <= 0:
+        return 0.0 if used <= whole else math.inf
+    return used / whole
 
 
 class Timing(_Data):

@@ -173,7 +173,7 @@ def test_independent_engines_compile_in_parallel_processes(tmp_path):
 
 
 def test_failed_parity_leaves_a_report_and_no_artifact(tmp_path, monkeypatch):
-    monkeypatch.setattr(parity, "FLOOR", -1.0)
+    monkeypatch.setattr(parity, "FLOOR_ABS", -1.0)
 
     with pytest.raises(ParityFailed, match=r"evaluation frames=8.*no artifact was written") as caught:
         build(toy.model(), options(), tmp_path / "toy.aot", toy.Quiet())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from voicehub_aot.artifacts.report import Spread
 from voicehub_aot.errors import ArtifactCorrupt
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, Dim, RegionSpec, example_mask
@@ -29,7 +31,8 @@ class Case(BaseModel):
     """One recorded case. Its inputs are drawn from `seed`, its results lie in the recording's tensors under `name`.
 
     row: the program's table row for a single evaluation, None for a whole trajectory. guided: default scale or none.
-    alone: compare each row with its own unpadded run.
+    budget: the most that an element may differ by. budget_l2: the most that the relative norm of the difference may
+    be; infinite in recordings of earlier versions. spread: what the budgets rest on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,6 +46,8 @@ class Case(BaseModel):
     guided: bool
     seed: int
     budget: float
+    budget_l2: float = math.inf
+    spread: Spread | None = None
     note: str = ""
 
 
