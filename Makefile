@@ -1,4 +1,4 @@
-# make venv | test | lint | slow | oracle | gpu-check | demo | bench | clean. Each target brings the environment it needs.
+# make venv | test | test-isa | test-rounding | lint | slow | oracle | gpu-check | demo | bench | clean. Each target brings the environment it needs.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -17,7 +17,7 @@ UPSTREAM_NEEDS := einops==0.8.2 frozendict==2.5.1 loguru==0.7.3 pypinyin==0.55.0
 # The current folder never shadows an installed package (there is one called `kernels`).
 export PYTHONSAFEPATH := 1
 
-.PHONY: venv test lint slow oracle gpu-check demo bench clean build/links
+.PHONY: venv test test-isa test-rounding lint slow oracle gpu-check demo bench clean build/links
 
 venv: .venv/stamp
 
@@ -28,8 +28,19 @@ venv: .venv/stamp
 	touch $@
 
 # Two workers of one thread each: what takes long is compiling, which uses one core.
+TEST := $(BIN)/pytest --numprocesses 2 --dist loadfile
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --durations=25
+	OMP_NUM_THREADS=1 $(TEST) --durations=25
+
+# The same tests where the matrix libraries take other code paths, as they do on another processor.
+ISA_SETTINGS := MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
+test-isa: venv
+	set -e; for setting in $(ISA_SETTINGS); do echo "== $$setting"; env OMP_NUM_THREADS=1 $$setting $(TEST); done
+
+# Of these, the ones whose results depend on rounding most, under the setting that differs most.
+test-rounding: venv
+	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(TEST) tests/test_parity.py tests/test_gate.py tests/test_build.py \
+		tests/test_auto.py tests/engines
 
 lint: venv build/links
 	$(BIN)/ruff check .
