@@ -34,7 +34,7 @@ class Sampler(Protocol):
         state: torch.Tensor,
         time: float | torch.Tensor,
         *,
-        extra_times: Mapping[str, float] | None = None,
+        extra_times: Mapping[str, float | torch.Tensor] | None = None,
         packed: bool = False,
         flags: Mapping[str, bool] | None = None,
         guidance: float | Mapping[str, float] | None = None,

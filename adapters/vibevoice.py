@@ -71,8 +71,11 @@ def formula_weights(config: Config) -> dict[str, Tensor]:
 
 def _guidance(config: Config) -> Guidance:
     """Upstream writes u + w (c - u), so our scale is w - 1; at w = 1 it still evaluates both, for the same result."""
-    negative = Branch(name="negative", flags={"negative": True}, scale=config.guidance_scale - 1.0)
+    negative = Branch(name=NEGATIVE, flags={"negative": True}, scale=config.guidance_scale - 1.0)
     return Guidance(equation="classifier_free", branches=(Branch(name="conditional"), negative))
+
+
+NEGATIVE = "negative"  # the guidance branch of the negative prompt
 
 
 def _spec(config: Config) -> RegionSpec:
@@ -85,7 +88,7 @@ def _spec(config: Config) -> RegionSpec:
             Input(name="noisy_images", doc="speech latent, noise at time 999", **latent),
             Input(name="time", shape=(1,), binding="TIME", doc="step of the training chain, 999 = noise"),
             Input(name="condition", doc="hidden state of the language model", **hidden),
-            Input(name="neg_condition", doc="the same of the negative prompt", **hidden),
+            Input(name="neg_condition", doc="the same of the negative prompt", branch=NEGATIVE, **hidden),
             Input(name="negative", doc="neg_condition instead of condition", **flag),
         ),
         dims=(),

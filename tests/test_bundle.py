@@ -232,6 +232,7 @@ def test_the_configuration_is_one_of_the_published_schema(repository):
         "text_lengths": ("TYPE_INT64", [-1], True),
         "program": ("TYPE_STRING", [1], True),
         "guidance": ("TYPE_FP64", [1], True),
+        "guidance_by_branch": ("TYPE_STRING", [1], True),
     }
     assert [(o.name, kinds[o.data_type], list(o.dims)) for o in config.output] == [
         ("latent", "TYPE_FP32", [-1, -1, toy.CHANNELS])

@@ -28,7 +28,7 @@ LAYERS = {
     "golden": {"synthetic", "errors"},
     "bucket": {"region", "errors"},
     "request": {"region", "errors"},
-    "denoiser": {"region", "errors"},
+    "denoiser": {"request", "region", "errors"},
     "adapters": {"region", "schedule", "solver", "program", "guidance", "traits", "golden", "checkpoint"},
     "export": {"kernels", "bucket", "region", "errors"},
     "stage": {"export", "kernels", "bucket", "region", "errors"},

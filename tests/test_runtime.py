@@ -374,7 +374,7 @@ def test_two_programs_of_as_many_steps_must_be_told_apart_by_name(packed: Runtim
         both.sample(seed=1, lengths=[8], program=3, **conditioning(packed))
 
 
-@pytest.mark.parametrize("time", [0.25, 1.0, -1.0, float("nan"), float("inf"), torch.tensor(1)])
+@pytest.mark.parametrize("time", [0.25, 1.0, -1.0, 1e30, torch.tensor(1)])
 def test_a_time_of_no_built_program_is_refused(packed: Runtime, time: Any) -> None:
     with pytest.raises(ProgramNotBuilt, match=r"is no evaluation time of the built programs \['euler-3', 'euler-2'\]"):
         packed.evaluate(noise_of(packed), time, **conditioning(packed))
@@ -479,7 +479,7 @@ HOLES = torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1]).expand(2, 1, 8)
         ({"text_mask": torch.ones(2, 1, 6)}, r"mask of text is \[2, 1, 6\], wanted \[B, 5\]"),
         ({"current_step": torch.tensor([1.0, 1.0, 1.0])}, "3 steps of 2 totals"),
         ({"current_step": torch.ones(3), "total_step": torch.ones(1)}, "time has 3 values, wanted 1 or 2"),
-        ({"current_step": "one"}, "current_step='one', wanted a number"),
+        ({"current_step": "one"}, "current_step='one', wanted a finite number"),
         ({"noisy_latent": torch.zeros(2, 8, 12)}, r"mask of frames is \[2, 1, 8\], wanted \[B, 12\]"),
         ({"step": 1}, r"unknown arguments \['step'\]"),
     ],
@@ -491,7 +491,7 @@ def test_what_upstreams_call_would_not_take_is_refused(packed: Runtime, changes:
 
 
 def test_no_steps_at_all_are_no_time(packed: Runtime) -> None:
-    with pytest.raises(ProgramNotBuilt):
+    with pytest.raises(InputMismatch, match="wanted finite numbers"):
         call(packed, current_step=torch.zeros(2), total_step=torch.zeros(2))
 
 

@@ -195,7 +195,7 @@ def triton_config(name: str, manifest: Manifest) -> str:
     state = _triton_shape(spec.state.shape)
     inputs = [
         *(
-            _tensor("input", i.name, TRITON_TYPES[i.dtype], _triton_shape(i.shape), i.optional)
+            _tensor("input", i.name, TRITON_TYPES[i.dtype], _triton_shape(i.shape), i.optional or i.branch is not None)
             for i in spec.conditioning
         ),
         _tensor("input", "noise", "TYPE_FP32", state, optional=True),
@@ -205,6 +205,7 @@ def triton_config(name: str, manifest: Manifest) -> str:
     ]
     if spec.guidance:
         inputs.append(_tensor("input", "guidance", "TYPE_FP64", [1], optional=True))
+        inputs.append(_tensor("input", "guidance_by_branch", "TYPE_STRING", [1], optional=True))
     lines = [
         f"# {manifest.model} {manifest.config_name}, written by {manifest.created_by}.",
         "# Give noise, or seed (one, or one a row) and lengths (of each row). program: a name or a step count.",

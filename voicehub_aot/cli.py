@@ -344,7 +344,7 @@ def bench(
     """Milliseconds of one guided evaluation per bucket; with the checkpoint, against eager."""
     from voicehub_aot import sampling
 
-    rows = sampling.bench(artifact, checkpoint, threads, min_speedup is not None)
+    rows = sampling.bench(artifact, checkpoint, threads, min_speedup)
     if as_json:
         console.show_json(rows)
     else:

@@ -11,6 +11,7 @@ from torch import nn
 
 from voicehub_aot.errors import InputMismatch
 from voicehub_aot.region import Call, Parameter, RegionSpec
+from voicehub_aot.request import numbers
 
 
 class Evaluating(Protocol):
@@ -24,7 +25,7 @@ class Evaluating(Protocol):
         state: torch.Tensor,
         time: float | torch.Tensor,
         *,
-        extra_times: Mapping[str, float] | None = None,
+        extra_times: Mapping[str, float | torch.Tensor] | None = None,
         packed: bool = False,
         flags: Mapping[str, bool] | None = None,
         guidance: float | Mapping[str, float] | None = None,
@@ -65,7 +66,6 @@ class Denoiser(nn.Module):
         request: dict[str, Any] = {n: t for n, t in given.tensor.items() if n != spec.state.name}
         request.update(_reach(spec, given))
         request.update({n: torch.full((len(state),), value) for n, value in given.switches.items()})
-        request.update(_unnamed(spec, given))
         if spec.call.returns == "velocity":
             flags = {n: v for n, v in given.flags.items() if v}
             options: Any = {"extra_times": given.extra_times, "packed": given.packed, "guidance": given.guidance}
@@ -86,7 +86,7 @@ class Bound:
         self.packed = False
         self.guidance: float | None = None
         self.clock: torch.Tensor | None = None
-        self.extra_times: dict[str, float] = {}
+        self.extra_times: dict[str, torch.Tensor] = {}
         self.switches: dict[str, bool] = {}
         self.steps = torch.ones(1)
 
@@ -140,7 +140,7 @@ def _sort(bound: Bound, parameter: Parameter, value: Any) -> None:
         case "packed":
             bound.packed = bool(value)
         case "time" if feeds:
-            bound.extra_times[feeds] = _one_number(parameter.name, value)
+            bound.extra_times[feeds] = _numbers(parameter.name, value)
         case "time" | "step":
             bound.clock = _numbers(parameter.name, value)
         case "steps":
@@ -150,14 +150,14 @@ def _sort(bound: Bound, parameter: Parameter, value: Any) -> None:
 
 
 def _numbers(name: str, value: Any) -> torch.Tensor:
-    try:
-        return torch.as_tensor(value, dtype=torch.float32).reshape(-1)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputMismatch(f"denoiser: {name}={value!r}, wanted a number or a tensor [] or [B]") from error
+    found = numbers(value)
+    if found is None:
+        raise InputMismatch(f"denoiser: {name}={value!r:.80}, wanted a finite number or a tensor [] or [B]")
+    return torch.tensor(found, dtype=torch.float32)
 
 
 def _one_number(name: str, value: Any) -> float:
-    """A time that every row shares."""
+    """A number that every row shares."""
     distinct = set(_numbers(name, value).tolist())
     if len(distinct) != 1:
         raise InputMismatch(f"denoiser: {name} has the values {sorted(distinct)}, wanted one for all rows")
@@ -171,17 +171,6 @@ def _size(spec: RegionSpec, given: Bound, dim: str) -> int | None:
         if dim in item.shape and isinstance(tensor, torch.Tensor) and tensor.dim() == len(item.shape):
             return tensor.shape[item.shape.index(dim)]
     return None
-
-
-def _unnamed(spec: RegionSpec, given: Bound) -> dict[str, torch.Tensor]:
-    """Padding for conditioning that upstream's call has no argument for: only a guidance branch of ours reads it."""
-    named = {p.feeds for p in spec.call.parameters}
-    padding = {}
-    for item in spec.conditioning:
-        if item.name not in named and not item.optional:
-            sizes = [(_size(spec, given, s) or 1) if isinstance(s, str) else s for s in item.shape]
-            padding[item.name] = torch.full(sizes, item.pad, dtype=item.torch_dtype)
-    return padding
 
 
 def _reach(spec: RegionSpec, given: Bound) -> dict[str, list[int]]:

@@ -23,6 +23,7 @@ from voicehub_aot.program import Program
 from voicehub_aot.synthetic import synthetic_weights
 
 SYNTHETIC = "synthetic"
+MAX_STEPS = 4096  # of a program; no schedule of a released model has more
 LARGEST_SIZE = 2**22  # of a hyperparameter: beyond any vocabulary, width or position table
 
 
@@ -53,8 +54,12 @@ def resolve(model: str, config: str | None, weights: str, values: Mapping[str, A
 def program(model: Model, steps: int, **options: Any) -> Program:
     """The model's sampling loop; hyperparameters that a loop needs too come from its configuration.
 
-    Raises OptionUnsupported for an option or value that the model does not know.
+    Raises UsageError for too many steps, OptionUnsupported for an option or value that the model does not know.
     """
+    if not 1 <= steps <= MAX_STEPS:
+        raise UsageError(
+            f"steps={steps!r}: wanted 1 to {MAX_STEPS}; every evaluation has a row in the artifact's tables"
+        )
     adapter = adapters.load(model.name)
     own = {name: value for name, value in model.config.items() if name in adapter.PROGRAM_OPTIONS}
     return adapter.program(steps, **{**own, **options})

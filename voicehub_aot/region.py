@@ -61,6 +61,7 @@ class Input(_Data):
     low, high: range of valid integers, high exclusive.
     flag: a boolean that only guidance branches set; callers never pass it.
     shorter: a caller may pass fewer positions than the state has; the rest is padding (a prompt, say).
+    branch: the one guidance branch that reads it; a request that does not run this branch may leave it out.
     optional: a caller may leave it out; it is `pad` everywhere then, and dims that are its alone have their least size.
 
     A boolean that is no flag is a mask or a switch, which callers pass; what they do not reach is False.
@@ -77,6 +78,7 @@ class Input(_Data):
     flag: bool = False
     shorter: bool = False
     optional: bool = False
+    branch: str | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -6,10 +6,11 @@ read.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -70,7 +71,8 @@ def _left_out(item: Input, sizes: Mapping[str, int]) -> torch.Tensor:
 def integers(value: Any) -> list[int] | None:
     """One integer, a list or tuple of them, or an integer tensor [B] -> a list; None for anything else."""
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
+        plain = value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
+        if not plain or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
             return None
         value = value.reshape(-1).tolist()
     entries = list(value) if isinstance(value, Sequence) else [value]
@@ -82,6 +84,23 @@ def integers(value: Any) -> list[int] | None:
         return None
 
 
+def numbers(value: Any) -> list[float] | None:
+    """One finite number, or a tensor or sequence [] or [B] of them -> a list; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        plain = value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
+        if not plain or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
+            return None
+        value = value.detach().reshape(-1).tolist()
+    entries = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    if any(isinstance(entry, bool) or not isinstance(entry, SupportsFloat) for entry in entries):
+        return None
+    try:
+        result = [float(entry) for entry in entries]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return result if result and all(map(math.isfinite, result)) else None
+
+
 class RequestReader:
     """Turns a caller's arguments into a `Request` for one region."""
 
@@ -89,14 +108,14 @@ class RequestReader:
         self.spec, self.where = spec, where
 
     def read(
-        self, state: torch.Tensor, arguments: Mapping[str, Any], fit: Any, flags: Mapping[str, bool] | None = None
+        self, state: torch.Tensor, arguments: Mapping[str, Any], fit: Any, branches: Collection[int] = ()
     ) -> Request:
         """state: [B, ...] noise or latent. arguments: conditioning, lengths and extents by name.
 
-        fit(given sizes) -> the padded sizes to run at. flags: branch flags to set for every row (default: none).
-        Raises InputMismatch naming the argument, what came and what is wanted.
+        fit(given sizes) -> the padded sizes to run at. branches: positions of the guidance branches that will run;
+        what only others read may be left out. Raises InputMismatch naming the argument, what came and what is wanted.
         """
-        conditioning = self._conditioning(arguments)
+        conditioning = self._conditioning(arguments, branches)
         given = self._sizes({self.spec.state.name: state, **conditioning})
         conditioning = {i.name: conditioning.get(i.name, _left_out(i, given)) for i in self.spec.conditioning}
         sizes = {**given, **fit(given)}
@@ -121,11 +140,14 @@ class RequestReader:
             )
         return self._lay_out(self.spec.state, state, request.given, request.sizes, request.extents)
 
-    def _conditioning(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _conditioning(self, arguments: Mapping[str, Any], branches: Collection[int]) -> dict[str, torch.Tensor]:
+        guidance = self.spec.guidance
+        running = {guidance.branches[position].name for position in branches} if guidance else set()
         computed = {n for d in self.spec.dims for n in (d.length, d.extent) if n}
         wanted = {i.name: i for i in self.spec.conditioning}
         unknown = sorted(set(arguments) - set(wanted) - computed)
-        missing = sorted(n for n, i in wanted.items() if arguments.get(n) is None and not i.optional)
+        needed = {n: i for n, i in wanted.items() if not i.optional and (i.branch is None or i.branch in running)}
+        missing = sorted(n for n in needed if arguments.get(n) is None)
         if unknown or missing:
             parts = [f"unknown {unknown}" if unknown else "", f"missing {missing}" if missing else ""]
             raise InputMismatch(
@@ -139,6 +161,10 @@ class RequestReader:
         wanted = f"{item.dtype} [{', '.join(map(str, item.shape))}] on the CPU"
         if not isinstance(tensor, torch.Tensor):
             raise InputMismatch(f"{self.where}: {item.name} is a {type(tensor).__name__}, wanted a tensor, {wanted}")
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            kind = "quantized" if tensor.is_quantized else kind
+            raise InputMismatch(f"{self.where}: {item.name} is a {kind} tensor, wanted a plain one, {wanted}")
         got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
         fixed = all(isinstance(w, str) or w == g for w, g in zip(item.shape, tensor.shape, strict=False))
         same = tensor.dim() == len(item.shape) and fixed and tensor.device.type == "cpu"

@@ -19,7 +19,7 @@ from voicehub_aot.errors import InputMismatch, NoBucketFits, OptionUnsupported, 
 from voicehub_aot.guidance import EQUATIONS
 from voicehub_aot.program import Evaluate, Program, probe
 from voicehub_aot.region import BATCH, Dim, RegionSpec
-from voicehub_aot.request import Request, RequestReader, integers
+from voicehub_aot.request import Request, RequestReader, integers, numbers
 from voicehub_aot.sampler import Pack, Velocity, guided, steps
 from voicehub_aot.staged import Evaluator
 
@@ -110,16 +110,35 @@ class Runtime:
         """The state after each step, cropped like `sample`'s result. request: conditioning, lengths, extents.
 
         start, stop: run these steps of the program only, `noise` being the state before them: for a loop that changes
-        the request on its way. Takes no turn: whoever iterates it decides when it runs.
+        the request on its way. 0 <= start < stop <= the program's steps. Takes no turn: whoever iterates it decides
+        when it runs. Everything is checked at the call, before the first step.
         """
         chosen = self._program(program)
+        start, stop = self._span(chosen, start, stop)
         scales = self._scales(guidance)
-        laid_out = self._reader.read(noise, request, self._fit)
+        laid_out = self._reader.read(noise, request, self._fit, self._running(chosen, scales))
         noise = laid_out.state.to(self.evaluator.dtype)
         fresh = self._step_noise(chosen, step_noise, laid_out, noise)
         velocity = self._velocity(laid_out, chosen, scales, noise)
-        for state in steps(chosen, velocity, noise, fresh, start, stop):
-            yield laid_out.crop(state)
+        return (laid_out.crop(state) for state in steps(chosen, velocity, noise, fresh, start, stop))
+
+    def _span(self, program: Program, start: Any, stop: Any) -> tuple[int, int]:
+        """The steps to run, checked."""
+        last = program.steps if stop is None else stop
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (start, last))
+        if not whole or not 0 <= start < last <= program.steps:
+            raise InputMismatch(
+                f"{self.name}: start={start!r}, stop={stop!r}, wanted whole numbers with "
+                f"0 <= start < stop <= {program.steps}, the steps of {program.name!r}"
+            )
+        return start, last
+
+    def _running(self, program: Program, scales: Mapping[str, float]) -> set[int]:
+        """Positions of the guidance branches that some step of the program evaluates."""
+        if self.spec.guidance is None:
+            return {0}
+        wanted = {i.against for i in program.instructions if isinstance(i, Evaluate)}
+        return {branch for against in wanted for branch in self.spec.guidance.taking_part(against, scales)}
 
     def _step_noise(
         self, program: Program, noise: torch.Tensor | None, request: Request, like: torch.Tensor
@@ -136,7 +155,7 @@ class Runtime:
         state: torch.Tensor,
         time: float | torch.Tensor,
         *,
-        extra_times: Mapping[str, float] | None = None,
+        extra_times: Mapping[str, float | torch.Tensor] | None = None,
         packed: bool = False,
         flags: Mapping[str, bool] | None = None,
         guidance: Scale = None,
@@ -144,22 +163,22 @@ class Runtime:
     ) -> torch.Tensor:
         """One denoiser evaluation -> velocity [B, ...] of the conditional branch.
 
-        time: one of a built program's; per row if [B]. extra_times: of further time inputs, by name. packed: every
-        guidance branch, packed [branches * B, ...]. guidance: combine the branches with these scales instead. flags:
-        set branch flags by hand.
+        time: one of a built program's; per row if [B]. extra_times: of further time inputs, by name, alike. packed:
+        every guidance branch, packed [branches * B, ...]. guidance: combine the branches with these scales instead.
+        flags: set branch flags by hand.
         """
-        times = [float(t) for t in torch.as_tensor(time).reshape(-1)]
+        given = {self.spec.time.name: time, **(extra_times or {})}
         with self._turn:
-            laid_out = self._reader.read(state, request, self._fit)
-            if len(times) not in (1, laid_out.batch):
-                raise InputMismatch(f"{self.name}: time has {len(times)} values, wanted 1 or {laid_out.batch}")
             branches = self._branches if packed or guidance is not None else 1
+            by_hand = [] if packed else [n for n, value in (flags or {}).items() if value]
+            laid_out = self._reader.read(state, request, self._fit, self._read_by(branches, by_hand))
+            clocks = self._clocks(given, laid_out.batch)
             inputs = laid_out.packed(range(branches))
             for name, value in (flags or {}).items() if not packed else ():
                 inputs[name] = torch.full_like(inputs[name], value)
             whole = laid_out.state.repeat(branches, *(1,) * (laid_out.state.dim() - 1))
-            rows = times * (branches if len(times) > 1 else 1)
-            velocity = self._at_times(inputs, whole, rows, extra_times or {}, laid_out.sizes)
+            rows = clocks * (branches if len(clocks) > 1 else 1)
+            velocity = self._at_times(inputs, whole, rows, laid_out.sizes)
             if guidance is not None and self.spec.guidance is not None:
                 velocity = EQUATIONS[self.spec.guidance.equation](velocity, tuple(self._scales(guidance).values()))
             blocks = torch.split(velocity, laid_out.batch)
@@ -169,7 +188,7 @@ class Runtime:
         """The region's request values (`spec.outputs[1:]`), packed over all branches, cropped to `state`'s sizes."""
         program = next(iter(self.programs.values()))
         with self._turn:
-            laid_out = self._reader.read(state, request, self._fit)
+            laid_out = self._reader.read(state, request, self._fit, range(self._branches))
             inputs = laid_out.packed(range(self._branches))
             whole = laid_out.state.repeat(self._branches, *(1,) * (laid_out.state.dim() - 1))
             values = self.evaluator.prepare(inputs, program, laid_out.sizes).exposed(whole)
@@ -180,7 +199,7 @@ class Runtime:
 
     def stepper(self, state: torch.Tensor, program: str, row: int, **request: Any) -> Callable[[], torch.Tensor]:
         """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
-        laid_out = self._reader.read(state, request, self._fit)
+        laid_out = self._reader.read(state, request, self._fit, range(self._branches))
         noise = laid_out.state.to(self.evaluator.dtype)
         velocity = self._velocity(laid_out, self._program(program), self._scales(None), noise)
         instructions = self._program(program).instructions
@@ -225,31 +244,56 @@ class Runtime:
         self,
         inputs: Mapping[str, torch.Tensor],
         state: torch.Tensor,
-        times: Sequence[float],
-        extra_times: Mapping[str, float],
+        clocks: Sequence[Mapping[str, float]],
         sizes: Mapping[str, int],
     ) -> torch.Tensor:
-        """Velocity where rows may have different times: one evaluation per distinct time, its rows kept."""
+        """Velocity where rows may have different times: one evaluation per distinct clock, its rows kept."""
         result: torch.Tensor | None = None
-        for time in dict.fromkeys(times):
-            program, row = self._locate(time, extra_times)
+        for clock in {tuple(clock.items()): clock for clock in clocks}.values():
+            program, row = self._locate(clock)
             velocity = self.evaluator.prepare(inputs, program, sizes).velocity(row, state)
-            if len(times) == 1 or result is None:
+            if len(clocks) == 1 or result is None:
                 result = velocity
             else:
-                rows = torch.tensor([t == time for t in times])
+                rows = torch.tensor([other == clock for other in clocks])
                 result[rows] = velocity[rows]
         assert result is not None
         return result
 
-    def _locate(self, time: float, extra_times: Mapping[str, float]) -> tuple[Program, int]:
-        """The table row for a time, and for the values of the region's further time inputs."""
-        clocks = {i.name for i in self.spec.inputs if i.binding == "TIME"} - {self.spec.time.name}
-        if set(extra_times) != clocks:
-            raise InputMismatch(f"{self.name}: extra_times has {sorted(extra_times)}, wanted {sorted(clocks)}")
+    def _clocks(self, given: Mapping[str, Any], batch: int) -> list[dict[str, float]]:
+        """The value of every time input by name, for all rows at once or for each row. Raises InputMismatch."""
+        wanted = [i.name for i in self.spec.inputs if i.binding == "TIME"]
+        if set(given) != set(wanted):
+            further = sorted(set(wanted) - {self.spec.time.name})
+            raise InputMismatch(
+                f"{self.name}: extra_times has {sorted(set(given) - {self.spec.time.name})}, wanted {further}"
+            )
+        values = {}
+        for name in wanted:
+            found = numbers(given[name])
+            if found is None:
+                raise InputMismatch(
+                    f"{self.name}: {name}={given[name]!r:.80}, wanted finite numbers, one or one per row"
+                )
+            if len(found) not in (1, batch):
+                raise InputMismatch(f"{self.name}: {name} has {len(found)} values, wanted 1 or {batch}")
+            values[name] = found
+        count = max(map(len, values.values()))
+        return [{name: found[row % len(found)] for name, found in values.items()} for row in range(count)]
+
+    def _read_by(self, branches: int, by_hand: Sequence[str]) -> set[int]:
+        """Positions of the guidance branches whose inputs an evaluation reads: the first ones, or those set by hand."""
+        if self.spec.guidance is None:
+            return {0}
+        others = enumerate(self.spec.guidance.branches)
+        return {*range(branches), *(n for n, b in others if any(b.flags.get(flag) for flag in by_hand))}
+
+    def _locate(self, wanted: Mapping[str, float]) -> tuple[Program, int]:
+        """The table row for the values of the region's time inputs."""
+        time = wanted[self.spec.time.name]
         if self.evaluator.any_time:
-            return probe([time], {name: [float(value)] for name, value in extra_times.items()}), 0
-        wanted = {self.spec.time.name: time, **extra_times}
+            further = {name: [value] for name, value in wanted.items() if name != self.spec.time.name}
+            return probe([time], further), 0
         best = min(
             (
                 (

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from voicehub_aot import load
-from voicehub_aot.errors import AotError, UsageError, VersionUnsupported
+from voicehub_aot.errors import AotError, InputMismatch, UsageError, VersionUnsupported
+
+BY_BRANCH = "guidance_by_branch"
+WANTED = {
+    "program": "one text, UTF-8: the name of a program, or its step count",
+    "guidance": "one number",
+    BY_BRANCH: "one text, UTF-8, as in 'text=3.0 speaker=5.0'",
+    "seed": "one whole number, or one per row",
+}
 
 
 class TritonPythonModel:
@@ -39,7 +47,10 @@ class TritonPythonModel:
 
         try:
             arguments = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            latent = self._runtime.sample(**{name: argument(name, array) for name, array in arguments.items()})
+            request = {name: argument(name, array) for name, array in arguments.items()}
+            if BY_BRANCH in request:
+                request["guidance"] = request.pop(BY_BRANCH)
+            latent = self._runtime.sample(**request)
         except Exception as error:  # one that leaves this method would fail the requests beside it
             wrong = triton.TritonError.INVALID_ARG if isinstance(error, UsageError) else triton.TritonError.INTERNAL
             text = f"{type(error).__name__}: {error}"
@@ -66,12 +77,29 @@ def check_arrays() -> None:
 
 
 def argument(name: str, array: Any) -> Any:
-    """An input tensor as `Runtime.sample` takes it: program [1] text, guidance [1], seed [1] or [B], else a tensor."""
-    if name == "program":
-        text = array.reshape(-1)[0].decode()
-        return int(text) if text.isdecimal() else text
-    if name == "guidance":
-        return float(array.reshape(-1)[0])
-    if name == "seed":
-        return array.tolist() if array.size != 1 else int(array.reshape(-1)[0])
-    return torch.tensor(array)  # a copy: the server owns the memory
+    """An input tensor as `Runtime.sample` takes it; InputMismatch for one that holds something else.
+
+    program: [1] text. guidance: [1]. guidance_by_branch: [1] text, "branch=scale branch=scale". seed: [1] or [B].
+    Others are tensors.
+    """
+    try:
+        if name == "program":
+            text = _text(array)
+            return int(text) if text.isdecimal() else text
+        if name == BY_BRANCH:
+            return {branch: float(scale) for branch, _, scale in (one.partition("=") for one in _text(array).split())}
+        if name == "guidance":
+            (scale,) = array.reshape(-1).tolist()
+            return float(scale)
+        if name == "seed":
+            seeds = array.reshape(-1).tolist()
+            return seeds if len(seeds) != 1 else int(seeds[0])
+        return torch.tensor(array)  # a copy: the server owns the memory
+    except (TypeError, ValueError, UnicodeDecodeError) as error:
+        got = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+        raise InputMismatch(f"input {name!r} is {got}, wanted {WANTED.get(name, 'a numeric tensor')}") from error
+
+
+def _text(array: Any) -> str:
+    (value,) = array.reshape(-1).tolist()
+    return value.decode() if isinstance(value, bytes) else str(value)
