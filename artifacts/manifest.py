@@ -15,7 +15,7 @@ from voicehub_aot.bucket import Buckets
 from voicehub_aot.region import RegionSpec, TensorSpec
 from voicehub_aot.target import Target
 
-SCHEMA_VERSION = 2  # 2: budgets of parity rest on a spread; inputs may belong to one branch
+SCHEMA_VERSION = 1
 
 
 class _Data(BaseModel):
