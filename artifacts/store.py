@@ -19,14 +19,15 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from voicehub_aot.artifacts import relations
 from voicehub_aot.artifacts.manifest import SCHEMA_VERSION, EngineEntry, FileEntry, Manifest, digest_of, made_for
-from voicehub_aot.artifacts.relations import PROGRAMS as PROGRAMS, WEIGHTS as WEIGHTS
 from voicehub_aot.errors import ArtifactCorrupt, UsageError, VersionUnsupported
 from voicehub_aot.program import Program
 from voicehub_aot.reading import parse_json, read_bytes, reason
 from voicehub_aot.region import DTYPES, RegionSpec, TensorSpec
 
 MANIFEST = "manifest.json"
+WEIGHTS, PROGRAMS = relations.WEIGHTS, relations.PROGRAMS
 PARITY = "parity"
 ENGINES = "engines"
 SETTINGS = "config.toml"

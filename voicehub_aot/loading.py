@@ -50,7 +50,7 @@ def load(
     if device != "cpu":
         raise OptionUnsupported(f"{where}: device {device!r}; this artifact was built for {manifest.target.name}")
     if manifest.target.device != device:
-        raise TargetMismatch(f"{where}: built for {manifest.target.name}, wanted {device}; rebuild it with --target cpu")
+        raise TargetMismatch(f"{where}: built for {manifest.target.name}, wanted {device}; rebuild it here")
     _check_engines(manifest, where)
     entries = _chosen(manifest, engine, where)
     native = any(engines.get(e.engine).NATIVE for e in entries)

@@ -70,7 +70,7 @@ class Program(_Data):
     def _check(self) -> Program:
         known = {STATE, *self.noises}
         if len(known) <= len(self.noises):
-            raise ValueError(f"program {self.name!r}: noises {self.noises!r}, wanted distinct names other than {STATE!r}")
+            raise ValueError(f"program {self.name!r}: noises {self.noises!r}, wanted distinct names but {STATE!r}")
         for name, values in self.extra_times.items():
             if len(values) != len(self.times):
                 raise ValueError(f"program {self.name!r}: {len(values)} values of {name!r}, wanted {len(self.times)}")
@@ -81,12 +81,11 @@ class Program(_Data):
                 raise ValueError(f"{at}: reads {reads!r}, known registers are {sorted(known)!r}")
             if isinstance(instruction, Evaluate) and not 0 <= instruction.row < len(self.times):
                 raise ValueError(f"{at}: row {instruction.row} of {len(self.times)}")
-            if isinstance(instruction, Combine) and not all(math.isfinite(c) for _, c in instruction.terms):
-                raise ValueError(f"{at}: coefficients must be finite")
-            if isinstance(instruction, Combine) and any(abs(c) > LARGEST for _, c in instruction.terms):
-                raise ValueError(f"{at}: coefficients must be finite as float32")
-            if isinstance(instruction, Evaluate) and len(set(instruction.against or ())) < len(instruction.against or ()):
-                raise ValueError(f"{at}: against {instruction.against!r} names a branch twice")
+            if isinstance(instruction, Combine) and not all(abs(c) <= LARGEST for _, c in instruction.terms):
+                raise ValueError(f"{at}: coefficients must be finite in float32")
+            against = (isinstance(instruction, Evaluate) and instruction.against) or ()
+            if len(set(against)) < len(against):
+                raise ValueError(f"{at}: against {against!r} names a branch twice")
             known.add(instruction.out)
         if not any(isinstance(i, Combine) and i.out == STATE for i in self.instructions):
             raise ValueError(f"program {self.name!r} never writes {STATE!r}")

@@ -17,7 +17,7 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe
 
 def read_bytes(file: Path, most: int) -> bytes:
     """All bytes of a regular file. Raises OSError, or ValueError if it is something else or has more than `most`."""
-    with open(os.open(file, os.O_RDONLY | _NO_LINK), "rb") as stream:
+    with os.fdopen(os.open(file, os.O_RDONLY | _NO_LINK), "rb") as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
@@ -38,7 +38,7 @@ class Case(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
-    check: str
+    check: Literal["evaluation", "padding", "trajectory"]
     bucket: dict[str, Size]
     sizes: dict[str, Size]
     lengths: tuple[int, ...]
@@ -157,7 +157,7 @@ def plan(
             sizes[dim.name] = size
 
         def case(
-            check: str,
+            check: Literal["evaluation", "padding", "trajectory"],
             program: Program,
             row: int | None,
             lengths: tuple[int, ...],
@@ -256,7 +256,8 @@ def _problems(
 ) -> Iterator[str]:
     limits = {dim.name: (dim.min, dim.max) for dim in spec.dims} | {BATCH: (1, MOST_ROWS)}
     longest = case.sizes.get(spec.main_dim or "", 1)
-    if set(case.sizes) != set(limits) or not all(limits[n][0] <= size <= limits[n][1] for n, size in case.sizes.items()):
+    known = set(case.sizes) == set(limits)
+    if not known or not all(least <= case.sizes[name] <= most for name, (least, most) in limits.items()):
         yield f"has the sizes {case.sizes!r}, wanted each from its least to its most: {limits!r}"
     elif len(case.lengths) != case.sizes[BATCH] or not all(1 <= length <= longest for length in case.lengths):
         yield f"has the lengths {case.lengths!r}, wanted one from 1 to {longest} for each of {case.sizes[BATCH]} rows"
