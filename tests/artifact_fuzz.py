@@ -35,7 +35,7 @@ MEMORY = 6 * 2**30  # bytes beyond what torch maps at the start
 SIZE = 8  # of what varies in the request
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 101, 2**31, 2**53, 2**63, 10**30, 0.5, -1.5, 1e-320, 1e39, 1e308),
-    *("", "x", "B", "N", "frames", "text", "../../x", "/etc/passwd", "./weights.safetensors", "a\\b", "a\0b", "é", "\n"),
+    *("", "x", "B", "N", "frames", "text", "../../x", "/etc/passwd", "./weights.safetensors", "a\\b", "a\0b", "é"),
     *("aoti", "onnxruntime", "cuda", "float64", "float32", "int64", "bool", "REQUEST", "STATE", "TIME"),
     *([], {}, [[]], [0], ["x"], {"": 0}, {"frames": 0}, {"frames": 16}),
 ]
@@ -53,6 +53,7 @@ class Base:
 
     def __init__(self, artifact: Path, scratch: Path) -> None:
         self.root, self.aside = scratch / artifact.name, scratch / f"{artifact.name}.aside"
+        self.moved: Path | None = None  # a library, to `aside`
         shutil.copytree(artifact, self.root)
         files = [p for p in self.root.rglob("*") if p.is_file()]
         self.names = sorted(p.relative_to(self.root).as_posix() for p in files)
@@ -60,15 +61,19 @@ class Base:
         self.manifest = json.loads(self.kept[MANIFEST])
 
     def restore(self) -> None:
+        if self.moved is not None:
+            if self.moved.is_symlink() or self.moved.is_file():
+                self.moved.unlink()
+            elif self.moved.is_dir():
+                self.moved.rmdir()
+            self.aside.rename(self.moved)
+            self.moved = None
         for path in self.root.rglob("*"):
             name = path.relative_to(self.root).as_posix()
             if path.is_symlink() or (path.is_file() and name not in self.names):
                 path.unlink()
             elif path.is_dir() and name in self.names:
                 path.rmdir()
-        if self.aside.exists():
-            (name,) = [n for n in self.names if n.startswith(f"{ENGINES}/") and not (self.root / n).exists()]
-            self.aside.rename(self.root / name)
         for name, content in self.kept.items():
             if not (self.root / name).is_file() or (self.root / name).read_bytes() != content:
                 (self.root / name).parent.mkdir(exist_ok=True)
@@ -225,7 +230,10 @@ def change_files(rng: random.Random, base: Base) -> str:
         base.sign(document)
     else:
         content = file.read_bytes()
-        file.rename(base.aside) if name not in base.kept else file.unlink()
+        if name in base.kept:
+            file.unlink()
+        else:
+            base.moved = file.rename(base.aside) and file
         if how == "linked":
             target = base.aside if name not in base.kept else base.root.parent / "outside"
             if name in base.kept:
