@@ -26,6 +26,7 @@ from voicehub_aot import inspection
 from voicehub_aot.artifacts import store
 from voicehub_aot.errors import AotError, LoadError
 from voicehub_aot.loading import load
+from voicehub_aot.runtime import Runtime
 from voicehub_aot.verify import verify
 
 MANIFEST, ENGINES, PARITY = store.MANIFEST, store.ENGINES, store.PARITY
@@ -253,10 +254,8 @@ CHANGES = [*[change_manifest] * 12, *[change_document] * 3, change_text, change_
 # --- what a process does with it
 
 
-def request(path: Path) -> None:
-    """Opens it, shows it, and samples two rows."""
-    runtime = load(path, threads=1)
-    json.dumps(inspection.summary(path, store.read_manifest(path)))
+def sample(runtime: Runtime) -> None:
+    """Two rows, the second one shorter."""
     spec = runtime.spec
     sizes = {dim.name: min(max(SIZE, dim.min), dim.max) for dim in spec.dims}
     generator = torch.Generator().manual_seed(1)
@@ -274,14 +273,14 @@ def request(path: Path) -> None:
 def outcome(base: Base, told: str) -> str:
     """ "refused", "ran" or "declined"; anything else is raised."""
     try:
-        store.read_manifest(base.root)
-        load(base.root, threads=1)
+        runtime = load(base.root, threads=1)
+        json.dumps(inspection.summary(base.root, store.read_manifest(base.root)))
         if PARITY in told.partition(":")[0]:
             verify(base.root, threads=1)
     except LoadError:
         return "refused"
     try:
-        request(base.root)
+        sample(runtime)
     except AotError:
         return "declined"
     return "ran"

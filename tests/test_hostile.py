@@ -163,7 +163,8 @@ def test_a_manifest_that_does_not_fit_together_is_refused(
 
 OTHERS: list[tuple[str, Callable[[Document], None], type[LoadError], str]] = [
     ("device", put("target", "device", to="cuda"), TargetMismatch, "built for cuda:x86-64-v3, wanted cpu"),
-    ("engine", lambda m: [e.update(engine="abacus") for e in m["engines"]] and None, VersionUnsupported, "engine 'abacus' is not known, known are"),
+    ("engine", lambda m: [e.update(engine="abacus") for e in m["engines"]] and None, VersionUnsupported,
+     "engine 'abacus' is not known, known are"),
     ("torch", put("versions", "torch", to=""), VersionUnsupported, "built with torch , this is"),
     ("schema", put("schema_version", to="1"), VersionUnsupported, "schema version '1'"),
     ("range of integers", put(*INPUT, 4, "high", to=10**6), ArtifactCorrupt, "was made for another region"),

@@ -254,8 +254,8 @@ def _problems(spec: RegionSpec) -> Iterator[str]:
         yield f"main_dim {spec.main_dim!r} is not a dimension; known are {list(dims)!r}"
     counts = [n for d in spec.dims for n in (d.length, d.extent) if n is not None]
     for name in counts:
-        item = inputs.get(name)
-        if item is None or (item.shape, item.dtype, item.binding) != ((BATCH,), "int64", "REQUEST"):
+        count = inputs.get(name)
+        if count is None or (count.shape, count.dtype, count.binding) != ((BATCH,), "int64", "REQUEST"):
             yield f"the length or extent {name!r} is not an int64 REQUEST input of shape ({BATCH!r},)"
     if len(set(counts)) < len(counts):
         yield f"lengths and extents {counts!r}: an input serves twice"
@@ -266,7 +266,10 @@ def _problems(spec: RegionSpec) -> Iterator[str]:
 
 
 def _call_problems(spec: RegionSpec, inputs: Mapping[str, Input], dims: set[str]) -> Iterator[str]:
-    """What the denoiser relies on: every argument feeds something of its kind, and one of them is the state."""
+    """What the denoiser relies on: every argument feeds something of its kind, and one of them is the state.
+
+    A region without a call has no denoiser.
+    """
     parameters = spec.call.parameters
     times = {i.name for i in spec.inputs if i.binding == "TIME"}
     tensors = {i.name for i in (spec.state, *spec.conditioning)}
@@ -274,7 +277,7 @@ def _call_problems(spec: RegionSpec, inputs: Mapping[str, Input], dims: set[str]
     known = {"tensor": tensors, "mask": dims, "time": times, "switch": booleans, "flag": booleans}
     if len({p.name for p in parameters}) < len(parameters):
         yield "the call has two arguments of one name"
-    if spec.state.name not in {p.feeds for p in parameters if p.kind == "tensor"}:
+    if parameters and spec.state.name not in {p.feeds for p in parameters if p.kind == "tensor"}:
         yield f"no argument of the call feeds the state {spec.state.name!r}"
     for parameter in parameters:
         wanted = known.get(parameter.kind)
