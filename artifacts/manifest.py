@@ -20,6 +20,7 @@ from voicehub_aot.target import Target
 
 SCHEMA_VERSION = 1
 InsidePath = Annotated[str, AfterValidator(check_path)]  # of a file or folder of the artifact
+RELIED_ON = {"inputs", "dims", "outputs"}  # of the region, by an engine's code
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -120,14 +121,14 @@ class Manifest(_Data):
 def made_for(entry: EngineEntry, region: RegionSpec, weights: Mapping[str, torch.Tensor]) -> str:
     """sha256 over what an engine's code relies on and cannot check while it runs.
 
-    That is the region with its ranges, the entry's own border and sizes, and those of its `weights`, by name, that are
-    integers: places where it will read.
+    That is the region's inputs and dimensions with their ranges, the entry's own border and sizes, and those of its
+    `weights`, by name, that are integers: places where it will read.
     """
     integers = {n: t for n, t in weights.items() if not t.is_floating_point()}
     border = entry.model_dump(mode="json", exclude={"serves", "key", "seconds", "reason", "made_for"})
     return digest_of(
         [
-            region.model_dump(mode="json", exclude_defaults=True),  # a further field does not make it another region
+            region.model_dump(mode="json", include=RELIED_ON, exclude_defaults=True),
             border,
             {n: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for n, t in integers.items()},
         ]

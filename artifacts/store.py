@@ -33,7 +33,7 @@ ENGINES = "engines"
 SETTINGS = "config.toml"
 
 LARGEST_DOCUMENT = 64 * 2**20  # bytes of a manifest or program, and of the header of a weight file
-READ_FOLDERS = (ENGINES, PROGRAMS, PARITY)  # what lies here is read, so it must be listed
+READ_PLACES = (ENGINES, PROGRAMS, PARITY, WEIGHTS, SETTINGS)  # what lies here is read, so it must be listed
 
 
 def table_key(program: str, value: str) -> str:
@@ -154,8 +154,8 @@ def verify_files(path: Path, manifest: Manifest) -> None:
     try:
         for name, entry in manifest.files.items():
             _check_plain(path, name, entry.size)
-        for folder in READ_FOLDERS:
-            _check_listed(path, folder, manifest)
+        for place in READ_PLACES:
+            _check_listed(path, place, manifest)
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             digests = pool.map(lambda n: sha256(path / n), manifest.files)
             for name, digest in zip(manifest.files, digests, strict=True):
@@ -178,14 +178,17 @@ def _check_plain(root: Path, name: str, size: int) -> None:
         raise ArtifactCorrupt(f"{root}: {name} has {place.stat().st_size} bytes, wanted {size}; copy it again")
 
 
-def _check_listed(root: Path, folder: str, manifest: Manifest) -> None:
-    if (root / folder).is_symlink():
-        raise ArtifactCorrupt(f"{root}: {folder} is a symlink; copy the artifact with its files")
-    for place, folders, files in os.walk(root / folder):
-        linked = [f for f in folders if (Path(place) / f).is_symlink()]
-        names = [(Path(place) / name).relative_to(root).as_posix() for name in (*files, *linked)]
-        if unknown := [name for name in names if name not in manifest.files]:
-            raise ArtifactCorrupt(f"{root}: {unknown[0]} is not listed in {MANIFEST}; remove it, or copy it again")
+def _check_listed(root: Path, name: str, manifest: Manifest) -> None:
+    """A file, or every file in a folder."""
+    if (root / name).is_symlink():
+        raise ArtifactCorrupt(f"{root}: {name} is a symlink; copy the artifact with its files")
+    found = [root / name] if (root / name).is_file() else []
+    for place, folders, files in os.walk(root / name):
+        found += [Path(place) / f for f in files]
+        found += [Path(place) / f for f in folders if (Path(place) / f).is_symlink()]
+    names = sorted(path.relative_to(root).as_posix() for path in found)
+    if unknown := [name for name in names if name not in manifest.files]:
+        raise ArtifactCorrupt(f"{root}: {unknown[0]} is not listed in {MANIFEST}; remove it, or copy it again")
 
 
 def read_programs(path: Path, manifest: Manifest) -> dict[str, Program]:

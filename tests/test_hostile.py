@@ -334,7 +334,9 @@ def test_an_artifact_behind_a_symlink_opens(copy: Path) -> None:
     assert load(copy.parent / "current").programs
 
 
-@pytest.mark.parametrize("place", ["engines/aoti/model.so", "programs/x.json", "parity/more", "engines/.hidden"])
+@pytest.mark.parametrize(
+    "place", ["engines/aoti/model.so", "programs/x.json", "parity/more", "engines/.hidden", "config.toml"]
+)
 def test_a_file_that_is_not_listed_is_refused_where_files_are_read(copy: Path, place: str) -> None:
     (copy / place).write_text("x")
     with pytest.raises(ArtifactCorrupt, match=f"{place} is not listed in manifest.json; remove it"):

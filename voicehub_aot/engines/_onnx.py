@@ -17,14 +17,14 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from voicehub_aot.engines import WEIGHTS, StageCode, Weights, code_digest
+from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, code_digest
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, MissingDependency
 from voicehub_aot.reading import parse_json, reason
 from voicehub_aot.target import Target
@@ -138,6 +138,17 @@ def tensor_places(file: Path) -> dict[str, tuple[int, int]]:
         return {name: (8 + size + begin, end - begin) for name, (begin, end) in ranges.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ArtifactCorrupt(f"{file}: unreadable ({reason(error)}); rebuild the artifact") from error
+
+
+def check_border(source: Source, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
+    """inputs, outputs: rank by name, as the opened graph has them. Raises ArtifactCorrupt unless they are the stage's."""
+    for what, have, wanted in (("inputs", inputs, source.inputs), ("outputs", outputs, source.outputs)):
+        ranks = {value.name: len(value.shape) for value in wanted}
+        if dict(have) != ranks:
+            raise ArtifactCorrupt(
+                f"{source.where}: the graph's {what} are {dict(have)!r} (rank by name), the manifest says {ranks!r}; "
+                "rebuild the artifact"
+            )
 
 
 @contextmanager
