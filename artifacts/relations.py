@@ -144,8 +144,10 @@ def _engine_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{at}: serves {list(entry.serves)!r}, wanted promised buckets"
         if not any(name == entry.path or name.startswith(f"{entry.path}/") for name in manifest.files):
             yield f"{at}: files holds nothing at {entry.path!r}"
-    if len({entry.path for entry in manifest.engines}) < len(manifest.engines):
+    if len({(e.path, e.engine) for e in manifest.engines}) < len(manifest.engines):
         yield "engines: two of them lie at the same path"
+    if len({(e.path, e.stage) for e in manifest.engines}) > len({e.path for e in manifest.engines}):
+        yield "engines: two stages lie at the same path"
     if not any(entry.stage == PREPARE for entry in manifest.engines):
         yield "engines: holds no engine for the stage prepare"
     steps = [entry for entry in manifest.engines if entry.stage == STEP]

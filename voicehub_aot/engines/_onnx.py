@@ -141,7 +141,7 @@ def tensor_places(file: Path) -> dict[str, tuple[int, int]]:
 
 
 def check_border(source: Source, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
-    """inputs, outputs: rank by name, as the opened graph has them. Raises ArtifactCorrupt unless they are the stage's."""
+    """Raises ArtifactCorrupt unless the opened graph's inputs and outputs, rank by name, are those of the stage."""
     for what, have, wanted in (("inputs", inputs, source.inputs), ("outputs", outputs, source.outputs)):
         ranks = {value.name: len(value.shape) for value in wanted}
         if dict(have) != ranks:
