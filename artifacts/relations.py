@@ -6,7 +6,8 @@ border. A tensor that one of them describes differently would be read past its e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ WEIGHTS = "weights.safetensors"
 PROGRAMS = "programs"
 TABLE, PREPARE, ROWS, STEP = "table", "prepare", "rows", "step"
 LONGEST_PATH = 1024
+MOST_BUCKETS = 100_000  # combinations of promised sizes; a build checks parity in each
 Border = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]  # inputs, outputs
 
 
@@ -43,6 +45,8 @@ def problems(manifest: Manifest) -> Iterator[str]:
         check_buckets(manifest.buckets, manifest.region)
     except UsageError as error:
         yield f"buckets: {error}"
+    if (combinations := prod(map(len, manifest.buckets.axes.values()))) > MOST_BUCKETS:
+        yield f"buckets: {combinations} combinations, wanted at most {MOST_BUCKETS}"
     missing = [stage for stage in (TABLE, PREPARE, STEP) if stage not in manifest.stages]
     missing += [stage for stage in manifest.stages if stage not in (TABLE, PREPARE, ROWS, STEP)]
     if missing:
@@ -144,6 +148,11 @@ def _engine_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{at}: serves {list(entry.serves)!r}, wanted promised buckets"
         if not any(name == entry.path or name.startswith(f"{entry.path}/") for name in manifest.files):
             yield f"{at}: files holds nothing at {entry.path!r}"
+    yield from _coverage_problems(manifest, promised)
+
+
+def _coverage_problems(manifest: Manifest, promised: Sequence[Mapping[str, int]]) -> Iterator[str]:
+    """Every stage has its engine, at a place of its own, and every promised bucket a step."""
     if len({(e.path, e.engine) for e in manifest.engines}) < len(manifest.engines):
         yield "engines: two of them lie at the same path"
     if len({(e.path, e.stage) for e in manifest.engines}) > len({e.path for e in manifest.engines}):

@@ -120,6 +120,8 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if not path.is_dir():
             raise ArtifactCorrupt(f"{path}: no such artifact folder; build one with voicehub-aot build")
+        if file.is_symlink():
+            raise _link(path, MANIFEST)
         if not file.is_file():
             raise ArtifactCorrupt(f"{path}: has no {MANIFEST}; it is no artifact, or its build was interrupted")
         data = read_bytes(file, LARGEST_DOCUMENT)
@@ -132,6 +134,10 @@ def read_manifest(path: Path) -> Manifest:
     if digest_of(document) != manifest.digest:
         raise ArtifactCorrupt(f"{file}: was edited after the build (its digest differs); rebuild the artifact")
     return manifest
+
+
+def _link(root: Path, name: str) -> ArtifactCorrupt:
+    return ArtifactCorrupt(f"{root}: {name} is a symlink; copy the artifact with its files, as cp -rL does")
 
 
 def _check_version(document: object, file: Path) -> None:
@@ -171,7 +177,7 @@ def _check_plain(root: Path, name: str, size: int) -> None:
     for part in name.split("/"):
         place = place / part
         if place.is_symlink():
-            raise ArtifactCorrupt(f"{root}: {place.relative_to(root)} is a symlink; copy the artifact with its files")
+            raise _link(root, place.relative_to(root).as_posix())
     if not place.is_file():
         raise ArtifactCorrupt(f"{root}: {name} is missing; copy the artifact again, or rebuild it")
     if place.stat().st_size != size:
@@ -181,7 +187,7 @@ def _check_plain(root: Path, name: str, size: int) -> None:
 def _check_listed(root: Path, name: str, manifest: Manifest) -> None:
     """A file, or every file in a folder."""
     if (root / name).is_symlink():
-        raise ArtifactCorrupt(f"{root}: {name} is a symlink; copy the artifact with its files")
+        raise _link(root, name)
     found = [root / name] if (root / name).is_file() else []
     for place, folders, files in os.walk(root / name):
         found += [Path(place) / f for f in files]
