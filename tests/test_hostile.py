@@ -242,12 +242,12 @@ def test_a_document_that_is_not_strict_json_is_refused(
 
 @pytest.mark.parametrize("file", [MANIFEST, PROGRAM, CASES])
 def test_a_document_too_large_is_refused_before_it_is_read(copy: Path, file: str, command: Command) -> None:
-    os.truncate(copy / file, 2**30)
+    os.truncate(copy / file, store.LARGEST_DOCUMENT + 1)
     if file != MANIFEST:
         sign(copy)
     ran = command("verify", copy, "--json")
     assert (ran.code, ran.document["error"]["type"]) == (5, "ArtifactCorrupt")
-    assert "it has 1073741824 bytes, wanted at most" in ran.err
+    assert f"it has {store.LARGEST_DOCUMENT + 1} bytes, wanted at most" in ran.err
 
 
 @pytest.mark.parametrize("header", [2**31, 2**40, 2**63, 2**64 - 1, 0, 1])
