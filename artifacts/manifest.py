@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from voicehub_aot.artifacts.relations import check_path, problems
 from voicehub_aot.bucket import Buckets
-from voicehub_aot.region import RegionSpec, TensorSpec
+from voicehub_aot.region import Name, RegionSpec, Size, TensorSpec
 from voicehub_aot.target import Target
 
 SCHEMA_VERSION = 1
+InsidePath = Annotated[str, AfterValidator(check_path)]  # of a file or folder of the artifact
+RELIED_ON = {"inputs", "dims", "outputs"}  # of the region, by an engine's code
+Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class _Data(BaseModel):
@@ -23,8 +29,8 @@ class _Data(BaseModel):
 
 
 class FileEntry(_Data):
-    sha256: str
-    size: int
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    size: Count
 
 
 class EngineEntry(_Data):
@@ -32,32 +38,34 @@ class EngineEntry(_Data):
 
     most_requests: it was made for so many and no more; None = any number. serves: the buckets it was chosen for by
     measurement; empty = all that it fits. constants: weights it reads from the weight file, under these names (none
-    when they are packed inside).
+    when they are packed inside). made_for: digest of what its code relies on and cannot check (`made_for`); empty in
+    artifacts of earlier versions.
     """
 
-    engine: str
+    engine: Name
     stage: Literal["prepare", "step"]
-    bucket: dict[str, int]
-    most_requests: int | None = None
-    serves: tuple[dict[str, int], ...] = ()
-    path: str
+    bucket: dict[str, Size]
+    most_requests: Size | None = None
+    serves: tuple[dict[str, Size], ...] = ()
+    path: InsidePath
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     constants: tuple[TensorSpec, ...]
     key: str
-    seconds: float
+    seconds: FiniteFloat
     reason: str
+    made_for: str = ""
 
 
 class StageReport(_Data):
     """What `inspect` shows of a stage. flops: matrix operations of one call by bucket label."""
 
-    nodes: int
-    parameters: int
-    weight_bytes: int
+    nodes: Count
+    parameters: Count
+    weight_bytes: Count
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    flops: dict[str, int]
+    flops: dict[str, Count]
 
 
 class Checkpoint(_Data):
@@ -83,9 +91,15 @@ class Manifest(_Data):
     engines: tuple[EngineEntry, ...]
     stages: dict[str, StageReport]
     folded: tuple[str, ...]
-    programs: tuple[str, ...]
-    files: dict[str, FileEntry]
+    programs: tuple[Name, ...]
+    files: dict[InsidePath, FileEntry]
     digest: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        for problem in problems(self):
+            raise ValueError(problem)
+        return self
 
     @property
     def mixed(self) -> bool:
@@ -101,8 +115,26 @@ class Manifest(_Data):
         return self.model_copy(update={"digest": self.computed_digest()})
 
     def computed_digest(self) -> str:
-        return _digest(self.model_dump(mode="json", exclude={"digest"}))
+        return digest_of(self.model_dump(mode="json", exclude={"digest"}))
 
 
-def _digest(value: Any) -> str:
+def made_for(entry: EngineEntry, region: RegionSpec, weights: Mapping[str, torch.Tensor]) -> str:
+    """sha256 over what an engine's code relies on and cannot check while it runs.
+
+    That is the region's inputs and dimensions with their ranges, the entry's own border and sizes, and those of its
+    `weights`, by name, that are integers: places where it will read.
+    """
+    integers = {n: t for n, t in weights.items() if not t.is_floating_point()}
+    border = entry.model_dump(mode="json", exclude={"serves", "key", "seconds", "reason", "made_for"})
+    return digest_of(
+        [
+            region.model_dump(mode="json", include=RELIED_ON, exclude_defaults=True),
+            border,
+            {n: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for n, t in integers.items()},
+        ]
+    )
+
+
+def digest_of(value: Any) -> str:
+    """sha256 of JSON values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

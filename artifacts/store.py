@@ -7,29 +7,33 @@ digest checked before anything is opened.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from voicehub_aot.artifacts.manifest import SCHEMA_VERSION, FileEntry, Manifest
+from voicehub_aot.artifacts import relations
+from voicehub_aot.artifacts.manifest import SCHEMA_VERSION, EngineEntry, FileEntry, Manifest, digest_of, made_for
 from voicehub_aot.errors import ArtifactCorrupt, UsageError, VersionUnsupported
 from voicehub_aot.program import Program
+from voicehub_aot.reading import parse_json, read_bytes, reason
+from voicehub_aot.region import DTYPES, RegionSpec, TensorSpec
 
 MANIFEST = "manifest.json"
-WEIGHTS = "weights.safetensors"
-PROGRAMS = "programs"
+WEIGHTS, PROGRAMS = relations.WEIGHTS, relations.PROGRAMS
 PARITY = "parity"
 ENGINES = "engines"
 SETTINGS = "config.toml"
+
+LARGEST_DOCUMENT = 64 * 2**20  # bytes of a manifest or program, and of the header of a weight file
+READ_PLACES = (ENGINES, PROGRAMS, PARITY, WEIGHTS, SETTINGS)  # what lies here is read, so it must be listed
 
 
 def table_key(program: str, value: str) -> str:
@@ -44,7 +48,7 @@ def sha256(path: Path) -> str:
 
 def list_files(root: Path) -> dict[str, FileEntry]:
     """Every file below `root` but the manifest, by its path inside."""
-    paths = sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST)
+    paths = sorted(p for p in root.rglob("*") if p.is_file() and p != root / MANIFEST)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         digests = pool.map(sha256, paths)
         return {
@@ -108,53 +112,157 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest, its own digest checked. Raises ArtifactCorrupt or VersionUnsupported."""
+    """The manifest, its own digest and the relations between its parts checked.
+
+    Raises ArtifactCorrupt or VersionUnsupported.
+    """
     file = path / MANIFEST
-    if not path.is_dir():
-        raise ArtifactCorrupt(f"{path}: no such artifact folder; build one with voicehub-aot build")
-    if not file.is_file():
-        raise ArtifactCorrupt(f"{path}: has no {MANIFEST}; it is no artifact, or its build was interrupted")
     try:
-        raw = json.loads(file.read_text())
-        version = raw["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise VersionUnsupported(
-                f"{file}: schema version {version!r}, this package reads {SCHEMA_VERSION}; "
-                "rebuild the artifact, or install the package it was built with"
-            )
-        manifest = Manifest.model_validate(raw)
-    except (OSError, KeyError, TypeError, ValueError, ValidationError) as error:
-        raise ArtifactCorrupt(f"{file}: unreadable ({str(error).splitlines()[0]}); rebuild the artifact") from error
-    if manifest.computed_digest() != manifest.digest:
+        if not path.is_dir():
+            raise ArtifactCorrupt(f"{path}: no such artifact folder; build one with voicehub-aot build")
+        if file.is_symlink():
+            raise _link(path, MANIFEST)
+        if not file.is_file():
+            raise ArtifactCorrupt(f"{path}: has no {MANIFEST}; it is no artifact, or its build was interrupted")
+        data = read_bytes(file, LARGEST_DOCUMENT)
+        document = parse_json(data)
+        _check_version(document, file)
+        manifest = Manifest.model_validate_json(data, strict=True)
+    except (OSError, ValueError) as error:
+        raise ArtifactCorrupt(f"{file}: unreadable ({reason(error)}); rebuild the artifact") from error
+    document.pop("digest", None)  # of the document as it stands: an older one lacks fields that have defaults by now
+    if digest_of(document) != manifest.digest:
         raise ArtifactCorrupt(f"{file}: was edited after the build (its digest differs); rebuild the artifact")
     return manifest
 
 
+def _link(root: Path, name: str) -> ArtifactCorrupt:
+    return ArtifactCorrupt(f"{root}: {name} is a symlink; copy the artifact with its files, as cp -rL does")
+
+
+def _check_version(document: object, file: Path) -> None:
+    """Before anything else is looked at: another version may have other fields."""
+    if not isinstance(document, dict) or "schema_version" not in document:
+        raise ValueError("it states no schema_version")
+    version = document["schema_version"]
+    if version is True or version != SCHEMA_VERSION:
+        raise VersionUnsupported(
+            f"{file}: schema version {version!r}, this package reads {SCHEMA_VERSION}; "
+            "rebuild the artifact, or install the package it was built with"
+        )
+
+
 def verify_files(path: Path, manifest: Manifest) -> None:
-    """Every listed file present, of its size, with its digest. Raises ArtifactCorrupt naming the file."""
-    for name, entry in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise ArtifactCorrupt(f"{path}: {name} is missing; copy the artifact again, or rebuild it")
-        if file.stat().st_size != entry.size:
-            raise ArtifactCorrupt(f"{path}: {name} has {file.stat().st_size} bytes, wanted {entry.size}; copy it again")
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for name, digest in zip(manifest.files, pool.map(lambda n: sha256(path / n), manifest.files), strict=True):
-            if digest != manifest.files[name].sha256:
-                raise ArtifactCorrupt(f"{path}: {name} was altered (sha256 differs); copy the artifact again")
+    """Every listed file present, a plain file of its size with its digest, and no other file where files are read.
+
+    Raises ArtifactCorrupt naming the file. The root itself may be a symlink; nothing inside may be one.
+    """
+    try:
+        for name, entry in manifest.files.items():
+            _check_plain(path, name, entry.size)
+        for place in READ_PLACES:
+            _check_listed(path, place, manifest)
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            digests = pool.map(lambda n: sha256(path / n), manifest.files)
+            for name, digest in zip(manifest.files, digests, strict=True):
+                if digest != manifest.files[name].sha256:
+                    raise ArtifactCorrupt(f"{path}: {name} was altered (sha256 differs); copy the artifact again")
+    except OSError as error:
+        raise ArtifactCorrupt(f"{path}: cannot be read ({error}); check its permissions, or copy it again") from error
+
+
+def _check_plain(root: Path, name: str, size: int) -> None:
+    """A regular file of this size that is reached without a symlink."""
+    place = root
+    for part in name.split("/"):
+        place = place / part
+        if place.is_symlink():
+            raise _link(root, place.relative_to(root).as_posix())
+    if not place.is_file():
+        raise ArtifactCorrupt(f"{root}: {name} is missing; copy the artifact again, or rebuild it")
+    if place.stat().st_size != size:
+        raise ArtifactCorrupt(f"{root}: {name} has {place.stat().st_size} bytes, wanted {size}; copy it again")
+
+
+def _check_listed(root: Path, name: str, manifest: Manifest) -> None:
+    """A file, or every file in a folder."""
+    if (root / name).is_symlink():
+        raise _link(root, name)
+    found = [root / name] if (root / name).is_file() else []
+    for place, folders, files in os.walk(root / name):
+        found += [Path(place) / f for f in files]
+        found += [Path(place) / f for f in folders if (Path(place) / f).is_symlink()]
+    names = sorted(path.relative_to(root).as_posix() for path in found)
+    if unknown := [name for name in names if name not in manifest.files]:
+        raise ArtifactCorrupt(f"{root}: {unknown[0]} is not listed in {MANIFEST}; remove it, or copy it again")
 
 
 def read_programs(path: Path, manifest: Manifest) -> dict[str, Program]:
+    """Every program, checked against the region. Raises ArtifactCorrupt; run `verify_files` before."""
+    return {name: _read_program(path, name, manifest) for name in manifest.programs}
+
+
+def _read_program(path: Path, name: str, manifest: Manifest) -> Program:
+    file = f"{PROGRAMS}/{name}.json"
     try:
-        return {n: Program.model_validate_json((path / PROGRAMS / f"{n}.json").read_text()) for n in manifest.programs}
-    except (OSError, ValidationError) as error:
-        raise ArtifactCorrupt(f"{path}: a program is unreadable ({error})") from error
+        if file not in manifest.files:
+            raise ValueError(f"{MANIFEST} does not list it")
+        data = read_bytes(path / file, LARGEST_DOCUMENT)
+        parse_json(data)
+        program = Program.model_validate_json(data, strict=True)
+        _check_program(program, name, manifest.region)
+    except (OSError, ValueError) as error:
+        raise ArtifactCorrupt(f"{path}: a program is unreadable ({file}: {reason(error)}); rebuild it") from error
+    return program
+
+
+def _check_program(program: Program, name: str, spec: RegionSpec) -> None:
+    """Raises ValueError unless it is the program of this name, and the region can be evaluated as it says."""
+    further = {i.name for i in spec.inputs if i.binding == "TIME"} - {spec.time.name}
+    if program.name != name:
+        raise ValueError(f"it holds the program {program.name!r}")
+    if set(program.extra_times) != further:
+        raise ValueError(f"it has times for {sorted(program.extra_times)!r}, wanted {sorted(further)!r}")
+    if not program.evaluations:
+        raise ValueError("it never evaluates the denoiser")
 
 
 def map_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Tensors of a safetensors file over a memory map: pages are read when first used and shared between processes."""
     try:
+        with file.open("rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise ValueError("it is not a regular file")
+            if (header := int.from_bytes(stream.read(8), "little")) > LARGEST_DOCUMENT:
+                raise ValueError(f"its header has {header} bytes, wanted at most {LARGEST_DOCUMENT}")
         with safe_open(file, framework="pt") as handle:
             return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ArtifactCorrupt(f"{file}: unreadable ({error}); rebuild the artifact") from error
+    except Exception as error:  # safetensors raises its own, and torch others for dtypes it lacks
+        raise ArtifactCorrupt(f"{file}: unreadable ({reason(error)}); rebuild the artifact") from error
+
+
+def time_table(program: Program, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A program's values that depend on time alone, [evaluations, ...] by name. Raises ArtifactCorrupt."""
+    table = {}
+    for spec in manifest.stages["table"].outputs:
+        key = table_key(program.name, spec.name)
+        whole = spec.model_copy(update={"name": key, "shape": (len(program.times), *spec.shape)})
+        table[spec.name] = _tensor(whole, tensors, "time table")
+    return table
+
+
+def constants(entry: EngineEntry, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights that an engine reads from the weight file, by name, fit for its code. Raises ArtifactCorrupt."""
+    weights = {spec.name: _tensor(spec, tensors, f"{entry.path}: weight") for spec in entry.constants}
+    if entry.made_for and entry.made_for != made_for(entry, manifest.region, weights):
+        raise ArtifactCorrupt(
+            f"{entry.path}: the engine was made for another region, border or sizes than {MANIFEST} states; rebuild it"
+        )
+    return weights
+
+
+def _tensor(spec: TensorSpec, tensors: Mapping[str, torch.Tensor], what: str) -> torch.Tensor:
+    have = tensors.get(spec.name)
+    if have is None or list(have.shape) != list(spec.shape) or have.dtype != DTYPES[spec.dtype]:
+        raise ArtifactCorrupt(f"{what} {spec.name!r} is missing or not {spec.dtype} {list(spec.shape)}; rebuild it")
+    return have

@@ -560,6 +560,8 @@ def test_a_finetune_keeps_the_options(f5_shared: Path, command: Command, tmp_pat
     built, output, tuned = tmp_path / "built.aot", tmp_path / "tuned.aot", finetune(tmp_path / "tuned.safetensors")
     shutil.copytree(f5_shared, built)
     (built / store.SETTINGS).write_text('# build\nconfig = "tiny"\ncheckpoint = "synthetic"\nsteps = "4"\n')
+    listed = store.read_manifest(built).model_copy(update={"files": store.list_files(built)})
+    store.write_manifest(built, listed)
     assert command("reweight", built, "--weights", tuned, "-o", output).code == 0
     kept = tomllib.loads((output / store.SETTINGS).read_text())
     assert kept == {"config": "tiny", "checkpoint": str(tuned), "steps": "4"}

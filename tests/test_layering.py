@@ -15,6 +15,7 @@ MAPPED = ("adapters", "kernels", "artifacts")  # folders beside voicehub_aot tha
 # What each module, or package, may import from this package; every one may import itself.
 LAYERS = {
     "errors": set(),
+    "reading": set(),
     "kernels": {"errors"},
     "schedule": {"errors"},
     "guidance": {"errors"},
@@ -36,9 +37,9 @@ LAYERS = {
     "flops": {"stage"},
     "choice": {"errors"},
     "few_rows": {"engines", "kernels", "stage"},
-    "engines": {"kernels", "bucket", "region", "program", "target", "errors"},
+    "engines": {"kernels", "bucket", "region", "program", "reading", "target", "errors"},
     "sampler": {"program", "guidance", "kernels", "errors"},
-    "artifacts": {"program", "bucket", "region", "target", "errors"},
+    "artifacts": {"program", "bucket", "reading", "region", "target", "errors"},
 }
 LAYERS["adapters"] |= {"kernels", "errors"}
 LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
@@ -46,7 +47,7 @@ LAYERS["runtime"] = {"artifacts", "sampler", "staged", "denoiser", "request", "b
 LAYERS["runtime"] |= {"guidance", "errors"}
 LAYERS["loading"] = {"artifacts", "engines", "runtime", "staged", "region", "program", "target", "errors"}
 LAYERS["__init__"] = {"adapters", "loading", "runtime", "errors"}
-LAYERS["recording"] = {"artifacts", "runtime", "region", "program", "errors"}
+LAYERS["recording"] = {"artifacts", "runtime", "reading", "region", "program", "errors"}
 LAYERS["step_times"] = {"recording", "runtime", "region"}
 LAYERS["noise"] = {"engines", "runtime", "region"}
 LAYERS["parity"] = {"noise", "recording", "runtime", "artifacts", "region", "errors"}
@@ -72,7 +73,7 @@ LAYERS["build"] |= {"noise", "recording", "step_times", "verify"}
 LAYERS["models"] = {"assembly", "build", "engine_cache", "adapters", "artifacts", "checkpoint", "golden", "program"}
 LAYERS["models"] |= {"synthetic", "errors"}
 LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
-LAYERS["reweight"] = LAYERS["build"] | {"build", "models"}
+LAYERS["reweight"] = LAYERS["build"] | {"build", "models", "reading"}
 LAYERS["settings"] = LAYERS["build"] | {"adapters", "build", "models"}
 LAYERS["triton_model"] = {"__init__", "errors"}
 LAYERS["bundle"] = {"artifacts", "engines", "region", "program", "guidance", "errors"}

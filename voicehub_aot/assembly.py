@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import voicehub_aot
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
-from voicehub_aot.artifacts.manifest import Checkpoint, EngineEntry, Manifest, StageReport
+from voicehub_aot.artifacts.manifest import Checkpoint, EngineEntry, Manifest, StageReport, made_for
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.choice import Choice, label
 from voicehub_aot.compilation import Compiled, install
@@ -69,12 +69,15 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
     options = parts.options
     kept = [(item, serves) for item in compiled if (serves := _serves(item, choice)) is not None]
     reads = [item.reads_weight_file(options.weights) for item, _ in kept]
-    save_file(_tensors(parts, [i for (i, _), r in zip(kept, reads, strict=True) if r]), folder / store.WEIGHTS)
+    tensors = _tensors(parts, [i for (i, _), r in zip(kept, reads, strict=True) if r])
+    save_file(tensors, folder / store.WEIGHTS)
     entries: list[EngineEntry] = []
     for item, serves in kept:
         reason = choice.reasons.get(item.job.engine, "") if choice else "built by name"
         entry = install(item, folder, options).model_copy(update={"serves": serves, "reason": reason})
-        entries.append(entry)
+        weights = {constant.name: tensors[constant.name] for constant in entry.constants}
+        digest = made_for(entry, parts.model.region.spec, weights)
+        entries.append(entry.model_copy(update={"made_for": digest}))
     if parts.settings is not None:
         (folder / store.SETTINGS).write_text(parts.settings)
     for program in options.programs:

@@ -75,6 +75,9 @@ def _write_onnx_dir(artifact: Path, manifest: Manifest, folder: Path) -> None:
     for source, name in [*((e.path, f"{stage}.onnx") for stage, e in entries.items()), (store.WEIGHTS, store.WEIGHTS)]:
         shutil.copyfile(artifact / source, folder / name)
     programs = store.read_programs(artifact, manifest)
+    tensors = store.map_tensors(folder / store.WEIGHTS)
+    for program in programs.values():
+        store.time_table(program, manifest, tensors)
     described = describe(manifest, entries, programs, tensor_places(folder / store.WEIGHTS))
     described["files"] = {name: entry.model_dump() for name, entry in store.list_files(folder).items()}
     (folder / BUNDLE).write_text(json.dumps(described, indent=1) + "\n")

@@ -61,6 +61,8 @@ class Denoiser(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Shapes as in upstream's call. Raises InputMismatch for what the call does not have."""
         spec = self.runtime.spec
+        if not spec.call.parameters:
+            raise InputMismatch(f"denoiser: region {spec.name!r} states no call of upstream's; use Runtime.evaluate")
         given = bind(spec.call, args, kwargs)
         state = given.tensor[spec.state.name]
         request: dict[str, Any] = {n: t for n, t in given.tensor.items() if n != spec.state.name}

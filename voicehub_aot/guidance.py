@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from voicehub_aot.errors import UsageError
 
+LARGEST_FLOAT = torch.finfo(torch.float32).max  # torch refuses a Python number beyond it beside float32 tensors
 NO_OP = 1e-5  # scales smaller than this leave the conditional prediction alone (F5-TTS, model/cfm.py, CFM.sample)
 LEAST_SQUARE = 1e-8  # CFG-Zero*: what keeps its division finite (arXiv 2503.18886, and OpenBMB/VoxCPM unified_cfm.py)
 
@@ -25,18 +26,29 @@ class Branch(BaseModel):
     scale: the default weight of (conditional - this branch). The conditional branch has none.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     flags: dict[str, bool] = {}
-    scale: float = 0.0
+    scale: float = Field(default=0.0, ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)
 
 
 class Guidance(BaseModel):
     """branches: packing order, the conditional one first. equation: a key of EQUATIONS."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
     equation: str
-    branches: tuple[Branch, ...]
+    branches: tuple[Branch, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Guidance:
+        names = [branch.name for branch in self.branches]
+        if self.equation not in EQUATIONS:
+            raise ValueError(f"equation {self.equation!r} is not known; known are {', '.join(EQUATIONS)}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"branches {names!r}: a name is given twice")
+        if self.equation == "zero_star" and len(names) != 2:
+            raise ValueError(f"equation 'zero_star' combines two branches, got {names!r}")
+        return self
 
     @property
     def others(self) -> tuple[Branch, ...]:

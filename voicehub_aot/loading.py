@@ -15,9 +15,13 @@ from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry, Manifest
 from voicehub_aot.engines import Source, StageEngine
-from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, OptionUnsupported, VersionUnsupported
-from voicehub_aot.program import Program
-from voicehub_aot.region import DTYPES
+from voicehub_aot.errors import (
+    ArtifactCorrupt,
+    EngineUnavailable,
+    OptionUnsupported,
+    TargetMismatch,
+    VersionUnsupported,
+)
 from voicehub_aot.runtime import Overflow, Runtime
 from voicehub_aot.staged import StagedEvaluator
 from voicehub_aot.target import check_target, torch_minor, usable_threads
@@ -45,6 +49,9 @@ def load(
     where = str(path)
     if device != "cpu":
         raise OptionUnsupported(f"{where}: device {device!r}; this artifact was built for {manifest.target.name}")
+    if manifest.target.device != device:
+        raise TargetMismatch(f"{where}: built for {manifest.target.name}, wanted {device}; rebuild it here")
+    _check_engines(manifest, where)
     entries = _chosen(manifest, engine, where)
     native = any(engines.get(e.engine).NATIVE for e in entries)
     if native:
@@ -61,7 +68,7 @@ def load(
     programs = store.read_programs(root, manifest)
     tensors = store.map_tensors(root / store.WEIGHTS)
     prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency)) for entry in entries]
-    tables = {name: _table(program, manifest, tensors, where) for name, program in programs.items()}
+    tables = {name: store.time_table(program, manifest, tensors) for name, program in programs.items()}
     evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables)
     return Runtime(
         manifest.region,
@@ -98,24 +105,20 @@ def _open(
     root: Path, entry: EngineEntry, manifest: Manifest, tensors: Mapping[str, torch.Tensor], runners: int
 ) -> StageEngine:
     where = f"{root.name}: {entry.path}"
-    for spec in entry.constants:
-        have = tensors.get(spec.name)
-        if have is None or list(have.shape) != list(spec.shape) or have.dtype != DTYPES[spec.dtype]:
-            raise ArtifactCorrupt(f"{where}: weight {spec.name!r} is missing or not {spec.dtype} {list(spec.shape)}")
     digests = {name: file.sha256 for name, file in manifest.files.items()}
-    constants = {spec.name: tensors[spec.name] for spec in entry.constants}
-    source = Source(root, entry.path, digests, entry.inputs, entry.outputs, constants, where)
+    constants = store.constants(entry, manifest, tensors)
+    outside = engines.get(entry.engine).reads_weight_file(manifest.weights_mode)
+    source = Source(root, entry.path, digests, entry.inputs, entry.outputs, constants, where, outside)
     return engines.get(entry.engine).open_stage(source, runners)
 
 
-def _table(
-    program: Program, manifest: Manifest, tensors: Mapping[str, torch.Tensor], where: str
-) -> dict[str, torch.Tensor]:
-    table = {}
-    for spec in manifest.stages["table"].outputs:
-        key, shape = store.table_key(program.name, spec.name), [len(program.times), *spec.shape]
-        have = tensors.get(key)
-        if have is None or list(have.shape) != shape or have.dtype != DTYPES[spec.dtype]:
-            raise ArtifactCorrupt(f"{where}: time table {key!r} is missing or not {spec.dtype} {shape}")
-        table[spec.name] = have
-    return table
+def _check_engines(manifest: Manifest, where: str) -> None:
+    """Raises VersionUnsupported for an engine that is not known here, ArtifactCorrupt for weights in two places."""
+    for entry in manifest.engines:
+        if entry.engine not in engines.ENGINES:
+            raise VersionUnsupported(
+                f"{where}: engine {entry.engine!r} is not known, known are {', '.join(engines.ENGINES)}; "
+                "install the package it was built with, or rebuild it"
+            )
+        if entry.constants and not engines.get(entry.engine).reads_weight_file(manifest.weights_mode):
+            raise ArtifactCorrupt(f"{where}: {entry.path} holds packed weights, and names others; rebuild the artifact")

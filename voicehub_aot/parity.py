@@ -201,7 +201,7 @@ def _judge(case: Case, got: list[torch.Tensor], recording: Recording, runtime: R
         errors = tuple(measure(thin(s), e)[0] for s, e in zip(got, expected_steps, strict=True))
         first_bad = next((i for i, e in enumerate(errors) if not e <= case.budget), None)
     return Row(
-        check=case.check,  # type: ignore[arg-type]
+        check=case.check,
         engine=engine_of(runtime, case),
         bucket=case.bucket,
         lengths=case.lengths,

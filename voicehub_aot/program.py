@@ -14,11 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from voicehub_aot.errors import OptionUnsupported
 
 STATE = "x"
+LARGEST = 3.4028234663852886e38  # of float32: torch refuses a coefficient beyond it
+FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+,=-]{0,127}$"  # of a program: it is the name of its file, too
 
 
 class _Data(BaseModel):
@@ -56,17 +58,19 @@ class Program(_Data):
     noises: registers that hold fresh noise on entry, beside "x".
     """
 
-    name: str
+    name: str = Field(pattern=FILE_NAME)
     solver: str
-    schedule: tuple[float, ...]
-    times: tuple[float, ...]
-    extra_times: dict[str, tuple[float, ...]] = {}
+    schedule: tuple[FiniteFloat, ...] = Field(min_length=2)
+    times: tuple[FiniteFloat, ...] = Field(min_length=1)
+    extra_times: dict[str, tuple[FiniteFloat, ...]] = {}
     noises: tuple[str, ...] = ()
     instructions: tuple[Instruction, ...]
 
     @model_validator(mode="after")
     def _check(self) -> Program:
         known = {STATE, *self.noises}
+        if len(known) <= len(self.noises):
+            raise ValueError(f"program {self.name!r}: noises {self.noises!r}, wanted distinct names but {STATE!r}")
         for name, values in self.extra_times.items():
             if len(values) != len(self.times):
                 raise ValueError(f"program {self.name!r}: {len(values)} values of {name!r}, wanted {len(self.times)}")
@@ -77,8 +81,11 @@ class Program(_Data):
                 raise ValueError(f"{at}: reads {reads!r}, known registers are {sorted(known)!r}")
             if isinstance(instruction, Evaluate) and not 0 <= instruction.row < len(self.times):
                 raise ValueError(f"{at}: row {instruction.row} of {len(self.times)}")
-            if isinstance(instruction, Combine) and not all(math.isfinite(c) for _, c in instruction.terms):
-                raise ValueError(f"{at}: coefficients must be finite")
+            if isinstance(instruction, Combine) and not all(abs(c) <= LARGEST for _, c in instruction.terms):
+                raise ValueError(f"{at}: coefficients must be finite in float32")
+            against = (isinstance(instruction, Evaluate) and instruction.against) or ()
+            if len(set(against)) < len(against):
+                raise ValueError(f"{at}: against {against!r} names a branch twice")
             known.add(instruction.out)
         if not any(isinstance(i, Combine) and i.out == STATE for i in self.instructions):
             raise ValueError(f"program {self.name!r} never writes {STATE!r}")

@@ -10,19 +10,23 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from voicehub_aot.artifacts.report import Spread
 from voicehub_aot.errors import ArtifactCorrupt
-from voicehub_aot.program import Program
-from voicehub_aot.region import BATCH, Dim, RegionSpec, example_mask
+from voicehub_aot.program import STATE, Program
+from voicehub_aot.reading import parse_json, read_bytes, reason
+from voicehub_aot.region import BATCH, Dim, RegionSpec, Size, example_mask
 from voicehub_aot.runtime import Runtime
 
+LARGEST_CASES = 64 * 2**20  # bytes of their file
+LARGEST_SEED = 2**62  # torch takes 2**63, and some are drawn from the next ones
+MOST_ROWS = 4096  # of a case
 STEP_SAMPLES = 4096  # state elements kept per step to name the first bad one
 NO_DIM = Dim(name="", max=1, doc="stands in for the main dimension where only the number of rows varies")
 
@@ -37,18 +41,21 @@ class Case(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
-    check: str
-    bucket: dict[str, int]
-    sizes: dict[str, int]
+    check: Literal["evaluation", "padding", "trajectory"]
+    bucket: dict[str, Size]
+    sizes: dict[str, Size]
     lengths: tuple[int, ...]
     program: str
-    row: int | None
+    row: Annotated[int, Field(ge=0)] | None
     guided: bool
     seed: int
-    budget: float
-    budget_l2: float = math.inf
+    budget: FiniteFloat
+    budget_l2: Annotated[float, Field(ge=0, allow_inf_nan=True)] = math.inf
     spread: Spread | None = None
     note: str = ""
+
+
+CASES = TypeAdapter(tuple[Case, ...])
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ def plan(
             sizes[dim.name] = size
 
         def case(
-            check: str,
+            check: Literal["evaluation", "padding", "trajectory"],
             program: Program,
             row: int | None,
             lengths: tuple[int, ...],
@@ -222,12 +229,66 @@ def save_recording(recording: Recording, folder: Path) -> None:
 
 def load_recording(folder: Path) -> Recording:
     """Raises ArtifactCorrupt if the artifact was built without parity, or its recording is unreadable."""
-    if not (folder / RECORDING_CASES).is_file():
+    file = folder / RECORDING_CASES
+    if not file.is_file():
         raise ArtifactCorrupt(f"{folder}: holds no parity recording (built with --no-parity?); rebuild with parity")
     try:
-        cases = tuple(Case.model_validate(c) for c in json.loads((folder / RECORDING_CASES).read_text()))
+        data = read_bytes(file, LARGEST_CASES)
+        parse_json(data)
+        cases = CASES.validate_json(data, strict=True)
         return Recording(cases, load_file(folder / RECORDING_TENSORS))
     except (OSError, ValueError, SafetensorError) as error:
         raise ArtifactCorrupt(
-            f"{folder}: the parity recording is unreadable ({error}); rebuild the artifact"
+            f"{folder}: the parity recording is unreadable ({reason(error)}); rebuild the artifact"
         ) from error
+
+
+def check_recording(recording: Recording, spec: RegionSpec, programs: Mapping[str, Program]) -> None:
+    """Raises ArtifactCorrupt unless every case is a request of this region, and its results have the request's sizes.
+
+    For a recording that was read: what `plan` makes fits.
+    """
+    names = [case.name for case in recording.cases]
+    if not names or len(set(names)) < len(names):
+        raise ArtifactCorrupt("the parity recording has no cases, or two of one name; rebuild the artifact")
+    for case in recording.cases:
+        for problem in _problems(case, recording.tensors, spec, programs):
+            raise ArtifactCorrupt(f"the parity recording's case {case.name[:80]!r} {problem}; rebuild the artifact")
+
+
+def _problems(
+    case: Case, tensors: Mapping[str, torch.Tensor], spec: RegionSpec, programs: Mapping[str, Program]
+) -> Iterator[str]:
+    limits = {dim.name: (dim.min, dim.max) for dim in spec.dims} | {BATCH: (1, MOST_ROWS)}
+    longest = case.sizes.get(spec.main_dim or "", 1)
+    known = set(case.sizes) == set(limits)
+    if not known or not all(least <= case.sizes[name] <= most for name, (least, most) in limits.items()):
+        yield f"has the sizes {case.sizes!r}, wanted each from its least to its most: {limits!r}"
+    elif len(case.lengths) != case.sizes[BATCH] or not all(1 <= length <= longest for length in case.lengths):
+        yield f"has the lengths {case.lengths!r}, wanted one from 1 to {longest} for each of {case.sizes[BATCH]} rows"
+    elif abs(case.seed) > LARGEST_SEED:
+        yield f"has the seed {case.seed}, wanted at most {LARGEST_SEED}"
+    elif case.program not in programs:
+        yield f"is of the program {case.program!r}, which the artifact does not hold"
+    elif case.row is not None and not case.row < len(programs[case.program].times):
+        yield f"evaluates row {case.row} of {len(programs[case.program].times)}"
+    else:
+        yield from _result_problems(case, tensors, spec, programs[case.program])
+
+
+def _result_problems(
+    case: Case, tensors: Mapping[str, torch.Tensor], spec: RegionSpec, program: Program
+) -> Iterator[str]:
+    branches = len(spec.guidance.branches) if spec.guidance and case.guided and case.row is not None else 1
+    shape = [case.sizes[s] if isinstance(s, str) else s for s in spec.state.shape]
+    result = [shape[0] * branches, *shape[1:]]
+    wanted = {f"{case.name}/float32": result}
+    if f"{case.name}/correction" in tensors:
+        wanted[f"{case.name}/correction"] = result
+    if case.row is None:
+        count = sum(instruction.out == STATE for instruction in program.instructions)
+        wanted[f"{case.name}/steps"] = [count, thin(torch.empty(shape)).numel()]
+    for name, sizes in wanted.items():
+        have = tensors.get(name)
+        if have is None or list(have.shape) != sizes or have.dtype != torch.float32:
+            yield f"lacks its result {name.removeprefix(case.name)!r}, or it is not float32 {sizes}"

@@ -13,9 +13,10 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.build import build
 from voicehub_aot.choice import Choice
-from voicehub_aot.errors import OptionUnsupported
+from voicehub_aot.errors import ArtifactCorrupt, OptionUnsupported
 from voicehub_aot.models import resolve
 from voicehub_aot.options import Options, Progress
+from voicehub_aot.reading import read_bytes, reason
 
 
 def reweight(
@@ -46,15 +47,18 @@ def reweight(
         replace=force,
         engines_from={e.key: artifact / e.path for e in manifest.engines},
     )
-    return build(model, options, output, progress, _settings(artifact, checkpoint))
+    return build(model, options, output, progress, _settings(artifact, manifest, checkpoint))
 
 
-def _settings(artifact: Path, checkpoint: str) -> str | None:
+def _settings(artifact: Path, manifest: Manifest, checkpoint: str) -> str | None:
     """The options the artifact was built with, if it keeps them, over the other checkpoint."""
-    file = artifact / store.SETTINGS
-    if not file.is_file():
+    if store.SETTINGS not in manifest.files:
         return None
-    return re.sub(r"(?m)^checkpoint = .*$", lambda _: f"checkpoint = {json.dumps(checkpoint)}", file.read_text())
+    try:
+        text = read_bytes(artifact / store.SETTINGS, store.LARGEST_DOCUMENT).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ArtifactCorrupt(f"{artifact}: {store.SETTINGS} is unreadable ({reason(error)}); rebuild it") from error
+    return re.sub(r"(?m)^checkpoint = .*$", lambda _: f"checkpoint = {json.dumps(checkpoint)}", text)
 
 
 def _choice(manifest: Manifest) -> Choice | None:

@@ -18,7 +18,7 @@ from voicehub_aot.build import eager_runtime
 from voicehub_aot.errors import GateFailed, InputMismatch, UsageError
 from voicehub_aot.loading import load
 from voicehub_aot.models import resolve
-from voicehub_aot.recording import Case, draw, load_recording
+from voicehub_aot.recording import Case, check_recording, draw, load_recording
 from voicehub_aot.runtime import Runtime
 
 RANDOM_TEXT = 64  # tokens of a random request
@@ -127,6 +127,7 @@ def bench(artifact: Path, checkpoint: str | None, threads: int | None, least: fl
         raise UsageError("--min-speedup compares with eager: give the --checkpoint the artifact was built from")
     runtime = load(artifact, threads=threads)
     recording = load_recording(artifact / store.PARITY)
+    check_recording(recording, runtime.spec, runtime.programs)
     candidates = {ENGINE: runtime}
     if checkpoint is not None:
         manifest = store.read_manifest(artifact)

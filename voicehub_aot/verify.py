@@ -9,7 +9,7 @@ from voicehub_aot import parity
 from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.loading import load
-from voicehub_aot.recording import load_recording
+from voicehub_aot.recording import check_recording, load_recording
 
 
 def verify(
@@ -20,7 +20,9 @@ def verify(
     Raises LoadError if it does not open; a report that is false if an engine drifted.
     """
     manifest = store.read_manifest(path)
+    store.verify_files(path, manifest)
     recording = load_recording(path / store.PARITY)
+    check_recording(recording, manifest.region, store.read_programs(path, manifest))
     rows = []
     for engine in (None,) if manifest.mixed else manifest.engine_names:
         rows += parity.check(load(path, threads=threads, engine=engine), recording, progress)

@@ -66,7 +66,8 @@ class Source:
     """One stage in an artifact whose digests were verified.
 
     root: the artifact. path: the engine's file or folder inside. digests: sha256 by file. constants: the weights it
-    reads from the weight file, by name, checked for shape and dtype. where: for error texts.
+    reads from the weight file, by name, checked for shape and dtype. where: for error texts. outside: the engine holds
+    no weights, so `constants` must be all that it asks for.
     """
 
     root: Path
@@ -76,6 +77,7 @@ class Source:
     outputs: tuple[TensorSpec, ...]
     constants: Mapping[str, torch.Tensor]
     where: str
+    outside: bool = False
 
 
 class StageEngine(Protocol):

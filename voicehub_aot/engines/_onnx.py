@@ -14,19 +14,19 @@ stays one operator.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from voicehub_aot.engines import WEIGHTS, StageCode, Weights, code_digest
-from voicehub_aot.errors import CompileFailed, MissingDependency
+from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, code_digest
+from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, MissingDependency
+from voicehub_aot.reading import parse_json, reason
 from voicehub_aot.target import Target
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 FORMAT = "onnx"
 OPSET = 23  # the first one with attention as an operator
 MODEL = "stage.onnx"
+LARGEST_HEADER = 64 * 2**20  # bytes that a weight file's header may have
 FOLD_AT_MOST = 8192  # elements of a computed constant: shapes and index tables, no weights
 
 TENSOR_NAMES = {"float32": 1, "int64": 7, "bool": 9}  # onnx.TensorProto.DataType
@@ -122,13 +123,32 @@ def place(compiled: Path, root: Path, name: str) -> str:
 
 
 def tensor_places(file: Path) -> dict[str, tuple[int, int]]:
-    """(offset, length) in bytes of each tensor in a safetensors file. Format: 8 bytes of header size, JSON, data."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-    header.pop("__metadata__", None)
-    ranges = {name: entry["data_offsets"] for name, entry in header.items()}
-    return {name: (8 + size + begin, end - begin) for name, (begin, end) in ranges.items()}
+    """(offset, length) in bytes of each tensor in a safetensors file. Format: 8 bytes of header size, JSON, data.
+
+    Raises ArtifactCorrupt for a header that is not one.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > min(LARGEST_HEADER, file.stat().st_size):
+                raise ValueError(f"its header is said to have {size} bytes")
+            header = parse_json(stream.read(size))
+        header.pop("__metadata__", None)
+        ranges = {name: entry["data_offsets"] for name, entry in header.items()}
+        return {name: (8 + size + begin, end - begin) for name, (begin, end) in ranges.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArtifactCorrupt(f"{file}: unreadable ({reason(error)}); rebuild the artifact") from error
+
+
+def check_border(source: Source, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
+    """Raises ArtifactCorrupt unless the opened graph's inputs and outputs, rank by name, are those of the stage."""
+    for what, have, wanted in (("inputs", inputs, source.inputs), ("outputs", outputs, source.outputs)):
+        ranks = {value.name: len(value.shape) for value in wanted}
+        if dict(have) != ranks:
+            raise ArtifactCorrupt(
+                f"{source.where}: the graph's {what} are {dict(have)!r} (rank by name), the manifest says {ranks!r}; "
+                "rebuild the artifact"
+            )
 
 
 @contextmanager

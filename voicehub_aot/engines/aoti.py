@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.utils._pytree import treespec_loads
 
 from voicehub_aot.engines import Source, StageCode, Weights, code_digest
 from voicehub_aot.engines._memory import release_pages
@@ -205,18 +206,31 @@ def open_stage(source: Source, runners: int) -> AotiStage:
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader(str(folder), "model", False, runners, -1)
         names = loader.get_constant_fqns()
-    except RuntimeError as error:
+        _check_counts(loader, source)
+    except (RuntimeError, ValueError) as error:  # ValueError: of a library without a description of its arguments
         raise ArtifactCorrupt(f"{where}: the library cannot be opened ({_first_line(error)})") from error
     bound: dict[str, torch.Tensor] = {}
-    if source.constants:
+    if source.constants or source.outside:
         missing = sorted(set(names) - set(source.constants))
         if missing:
             raise ArtifactCorrupt(f"{where}: the weight file lacks {', '.join(missing[:6])}; rebuild the artifact")
         bound = {name: source.constants[name] for name in names}
+    if bound:
         loader.load_constants(bound, False, True, user_managed=True)
     else:
         release_mapped_weights(folder / LIBRARY)
     return AotiStage(loader, bound)
+
+
+def _check_counts(loader: Any, source: Source) -> None:
+    """A library called with fewer tensors than it was made for reads beyond them. Raises ArtifactCorrupt."""
+    made_for = [treespec_loads(spec).num_leaves for spec in loader.get_call_spec()]
+    wanted = [len(source.inputs), len(source.outputs)]
+    if source.outputs and made_for != wanted:
+        raise ArtifactCorrupt(
+            f"{source.where}: the library takes {made_for[0]} tensors and gives {made_for[1]}, the manifest says "
+            f"{wanted[0]} and {wanted[1]}; rebuild the artifact"
+        )
 
 
 def _first_line(error: BaseException) -> str:

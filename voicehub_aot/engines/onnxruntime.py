@@ -94,6 +94,11 @@ def _session(source: Source, device: str) -> onnxruntime.InferenceSession:
         session = ort.InferenceSession(str(source.root / source.path), options, providers=[provider])
     except Exception as error:  # onnxruntime's own exceptions have no common base but Exception
         raise ArtifactCorrupt(f"{source.where}: onnxruntime cannot open the graph ({error}); rebuild it") from error
+    _onnx.check_border(
+        source,
+        {value.name: len(value.shape) for value in session.get_inputs()},
+        {value.name: len(value.shape) for value in session.get_outputs()},
+    )
     if session.get_providers()[0] != provider:
         raise EngineUnavailable(
             f"{source.where}: onnxruntime fell back from {provider} to {session.get_providers()[0]}; "

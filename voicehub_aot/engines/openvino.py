@@ -61,6 +61,13 @@ def open_stage(source: Source, runners: int) -> RequestStage:
     try:
         core = openvino.Core()
         compiled = core.compile_model(core.read_model(source.root / source.path), "CPU", options)
+        _onnx.check_border(
+            source,
+            {port.any_name: len(port.partial_shape) for port in compiled.inputs},
+            {port.any_name: len(port.partial_shape) for port in compiled.outputs},
+        )
+    except ArtifactCorrupt:
+        raise
     except Exception as error:  # openvino raises plain RuntimeError, and its own exceptions below Exception
         raise ArtifactCorrupt(f"{source.where}: openvino cannot open the graph ({error}); rebuild it") from error
     if (used := compiled.get_property("INFERENCE_NUM_THREADS")) != threads:
