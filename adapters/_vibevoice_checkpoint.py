@@ -73,7 +73,7 @@ def _files(path: Path) -> list[Path]:
     index = path / INDEX if path.is_dir() else path
     if index.name.endswith(".index.json") and index.is_file():
         try:
-            shards = json.loads(index.read_text())["weight_map"]
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = {str(name) for key, name in shards.items() if key.startswith(NAMES)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointMismatch(f"{index}: unreadable ({error!r}); wanted JSON with a weight_map") from error

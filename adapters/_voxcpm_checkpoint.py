@@ -246,7 +246,7 @@ def _config_beside(file: Path) -> Config | None:
     if not path.is_file():
         return None
     try:
-        return config_from(json.loads(path.read_text()))
+        return config_from(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, AttributeError, UsageError, OptionUnsupported) as error:
         raise CheckpointMismatch(f"{path}: {error}; wanted the config.json of a VoxCPM release") from error
 

@@ -64,6 +64,7 @@ class Row(_Data):
     distance: max |engine - float64 reference|; distance_l2: their relative L2 distance. budget, budget_l2: the most
     these may be, several times the spread of float32 runs plus a floor. spread: that of the float32 runs; None where
     the budget has another source.
+    seconds: what the engine's run took; None where it was not timed by itself.
     sensitivity: distance is the relative difference of two outputs that must differ; budget is the least it must be.
     """
 
@@ -85,6 +86,7 @@ class Row(_Data):
     budget_l2: Number = math.inf
     spread: Spread | None = None
     note: str = ""
+    seconds: Number | None = None
     errors_by_step: tuple[Number, ...] = ()
 
     @model_validator(mode="after")
@@ -252,11 +254,14 @@ def measure(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float, float 
     return max_abs, rel_l2, -20 * math.log10(rel_l2) if rel_l2 > 0 else math.inf
 
 
-def write_json(report: ParityReport, path: Path) -> None:
-    """Equal reports are equal bytes."""
+def as_json(report: ParityReport) -> str:
+    """Equal reports are equal texts."""
     content = json.loads(report.model_dump_json())
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_json(report: ParityReport, path: Path) -> None:
+    path.write_text(as_json(report), encoding="utf-8")
 
 
 def read_json(path: Path) -> ParityReport:
@@ -304,12 +309,14 @@ def junit(report: ParityReport) -> str:
         what = " ".join(filter(None, (row.check, label(row.bucket), row.program)))
         cases.setdefault(f"{what} on {row.engine}", []).append(row)
     for name, rows in cases.items():
-        _testcase(suite, report, name, [_explain(row) for row in _worst_first(rows) if not row.passed])
+        reasons = [_explain(row) for row in _worst_first(rows) if not row.passed]
+        _testcase(suite, report, name, reasons, sum(row.seconds or 0.0 for row in rows))
     if not cases:
         _testcase(suite, report, "rows", ["nothing was measured, so nothing is proven"])
 
     count, failures = len(suite.findall("testcase")), len(suite.findall("testcase/failure"))
-    counts = {"tests": str(count), "failures": str(failures), "errors": "0", "skipped": "0"}
+    seconds = sum(row.seconds or 0.0 for row in report.rows)
+    counts = {"tests": str(count), "failures": str(failures), "errors": "0", "skipped": "0", "time": f"{seconds:.3f}"}
     suite.attrib.update(counts)
     root = ElementTree.Element("testsuites", counts)
     root.append(suite)
@@ -317,9 +324,11 @@ def junit(report: ParityReport) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _testcase(suite: ElementTree.Element, report: ParityReport, name: str, failures: list[str]) -> None:
-    class_name = _xml(f"parity.{report.model}.{report.config}")
-    case = ElementTree.SubElement(suite, "testcase", classname=class_name, name=_xml(name))
+def _testcase(
+    suite: ElementTree.Element, report: ParityReport, name: str, failures: list[str], seconds: float = 0.0
+) -> None:
+    about = {"classname": _xml(f"parity.{report.model}.{report.config}"), "name": _xml(name), "time": f"{seconds:.3f}"}
+    case = ElementTree.SubElement(suite, "testcase", about)
     if failures:
         failure = ElementTree.SubElement(case, "failure", type="parity", message=_xml(failures[0]))
         failure.text = _xml("\n".join(failures))

@@ -6,8 +6,10 @@ digest checked before anything is opened.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,8 @@ from glob import escape
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from voicehub_aot.artifacts import relations
 from voicehub_aot.artifacts.manifest import SCHEMA_VERSION, EngineEntry, FileEntry, Manifest, digest_of, made_for
@@ -32,6 +35,7 @@ PARITY = "parity"
 ENGINES = "engines"
 SETTINGS = "config.toml"
 
+OS_ERROR = re.compile(r"\(os error (\d+)\)|code: (\d+)")
 LARGEST_DOCUMENT = 64 * 2**20  # bytes of a manifest or program, and of the header of a weight file
 READ_PLACES = (ENGINES, PROGRAMS, PARITY, WEIGHTS, SETTINGS)  # what lies here is read, so it must be listed
 
@@ -57,13 +61,52 @@ def list_files(root: Path) -> dict[str, FileEntry]:
         }
 
 
+def write_whole(contents: Mapping[Path, str]) -> None:
+    """Write text files, all of them or none: temporary siblings first, then renamed. Raises UsageError."""
+    partial = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
+    path = Path()
+    try:
+        for path, text in contents.items():
+            partial[path].write_text(text, encoding="utf-8")
+        for path, written in partial.items():
+            written.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another place") from error
+    finally:
+        for written in partial.values():
+            written.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file with the permissions that any new file has here; its library would make it 0600.
+
+    Raises OSError, with the reason that the library wraps.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        code = OS_ERROR.search(str(error))
+        number = int(code[1] or code[2]) if code else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+    path.chmod(stat.S_IMODE(mode))
+
+
 @contextmanager
 def writing(output: Path, replace: bool) -> Iterator[Path]:
-    """A temporary sibling of `output` to fill; renamed into place when the block ends well, removed otherwise."""
+    """A temporary sibling of `output` to fill; renamed into place when the block ends well, removed otherwise.
+
+    A symlink is followed: what it points to is written.
+    """
     from filelock import FileLock, Timeout
 
-    output = output.absolute()
-    _check_free(output, replace)
+    try:
+        output = output.resolve() if output.is_symlink() else output.absolute()
+        _check_free(output, replace)
+    except (OSError, RuntimeError) as error:  # too long a name, a circle of links
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{str(output)[:80]}: cannot be written ({reason}); give another --output") from error
     lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +138,10 @@ def empty(folder: Path) -> None:
 
 
 def _check_free(output: Path, replace: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file, and an artifact is a folder; give another --output")
+    if output.is_mount():
+        raise UsageError(f"{output} is a mount point, which cannot be replaced whole; give a folder inside it")
     if output.exists() and not replace:
         raise UsageError(f"{output} exists; give another --output, or --force to replace it")
 
@@ -108,7 +155,7 @@ def _move_into_place(folder: Path, output: Path) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    (folder / MANIFEST).write_text(manifest.signed().model_dump_json(indent=2) + "\n")
+    (folder / MANIFEST).write_text(manifest.signed().model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest:

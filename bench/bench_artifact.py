@@ -32,7 +32,9 @@ MIB = 2**20
 
 def resident() -> dict[str, int]:
     """Bytes of this process."""
-    fields = (line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    fields = (
+        line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
+    )
     kilobytes = {name: int(value.split()[0]) for name, value in fields}
     return {"rss": 1024 * kilobytes["Rss"], "pss": 1024 * kilobytes["Pss"]}
 

@@ -49,7 +49,7 @@ def child(kind: str, folder: Path) -> None:
     import torch
 
     marks["torch"] = time.monotonic()
-    facts = json.loads((folder / FACTS).read_text())
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     torch.set_num_threads(facts["threads"])
     sample = sample_artifact(facts) if kind == ARTIFACT else sample_plain(facts, folder, kind == COMPILED)
     marks["load"] = time.monotonic()
@@ -121,7 +121,7 @@ def write_files(subject: Any, artifact: Path, folder: Path, frames: int, steps: 
         "artifact": str(artifact.absolute()),
         "threads": threads,
     }
-    (folder / FACTS).write_text(json.dumps(facts))
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def check_finals(folder: Path, kinds: list[str], state_name: str) -> None:

@@ -369,7 +369,7 @@ def main() -> int:
     print_table("One evaluation with all its guidance branches, and one request (ms)", columns, map(cells, measured))
     print_table("What each stage reads", ["model", "stage", "M parameters", "share", "MiB", "share of bytes"], shares)
     if options.plot:
-        kept = options.json.read_text().splitlines() if options.json else []
+        kept = options.json.read_text(encoding="utf-8").splitlines() if options.json else []
         rows = [json.loads(line) for line in kept] or [row for m in measured for row in records(m)]
         plot(rows, options.plot)
     short = [m for m in measured if not m.share(m.request) <= (m.target or CEILING)]

@@ -90,7 +90,7 @@ def report(title: str, times: Mapping[str, Times]) -> None:
 def machine() -> dict[str, Any]:
     """load_1m: what else ran; a time taken at a load above the thread count is not worth much."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),

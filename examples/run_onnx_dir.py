@@ -38,7 +38,7 @@ def sample(folder, request, program=None, scales=None):
 
     scales: of the guidance branches but the first. Returns the final state, shaped like the noise.
     """
-    bundle = json.loads(Path(folder, "bundle.json").read_text())
+    bundle = json.loads(Path(folder, "bundle.json").read_text(encoding="utf-8"))
     program = bundle["programs"][program or next(iter(bundle["programs"]))]
     stages, state, branches, guidance = (bundle[key] for key in ("stages", "state", "branches", "guidance"))
     given, sizes, ends, values = [state, *bundle["conditioning"]], {}, {}, {}

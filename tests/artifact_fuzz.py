@@ -289,7 +289,7 @@ def outcome(base: Base, told: str) -> str:
 def main() -> None:
     first, last, scratch = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     bases = [Base(Path(artifact), scratch) for artifact in sys.argv[4:]]
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     for base in bases:
         if outcome(base, PARITY) != "ran":

@@ -124,12 +124,22 @@ def test_an_engine_that_fails_parity_gives_way_to_the_next(tmp_path, monkeypatch
     assert verify(tmp_path / "second.aot")
 
 
-def test_no_engine_faster_than_eager_ends_the_build(tmp_path, monkeypatch):
+def test_where_no_engine_is_faster_than_eager_the_fastest_is_kept_and_marked(tmp_path, monkeypatch):
     steady(monkeypatch, eager=1.0, aoti=3.0, onnxruntime=2.0)
 
-    with pytest.raises(GateFailed, match="ask for it by name"):
-        build(toy.model(), OPTIONS, tmp_path / "slow.aot", toy.Quiet())
+    manifest = build(toy.model(), OPTIONS, tmp_path / "slow.aot", toy.Quiet())
+
+    assert manifest.engine_names == ("onnxruntime",)
+    assert all("not faster" in entry.reason for entry in manifest.engines)
+
+
+def test_a_build_below_the_speed_that_was_asked_for_ends(tmp_path, monkeypatch):
+    steady(monkeypatch, eager=3.0, aoti=3.0, onnxruntime=2.0)
+
+    with pytest.raises(GateFailed, match=r"1.500x of eager, wanted at least 2x"):
+        build(toy.model(), replace(OPTIONS, min_speedup=2.0), tmp_path / "slow.aot", toy.Quiet())
     assert not list(tmp_path.iterdir())
+    assert build(toy.model(), replace(OPTIONS, min_speedup=1.4), tmp_path / "fast.aot", toy.Quiet())
 
 
 def test_a_candidate_that_does_not_compile_is_left_out_with_its_reason(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from voicehub_aot.choice import EAGER, choose, faster, noise
-from voicehub_aot.errors import GateFailed
+from voicehub_aot.errors import BuildError
 
 ORDER = ("aoti", "onnxruntime")
 
@@ -58,10 +58,17 @@ def test_an_engine_that_failed_parity_is_passed_over():
     assert {"frames": 64} not in choice.steps.get("onnxruntime", ())
 
 
-@pytest.mark.parametrize("refused", [(), [("aoti", "frames=64")]])
-def test_an_engine_slower_than_eager_is_never_kept(refused):
-    with pytest.raises(GateFailed, match=r"frames=64: eager takes 40.00 ms and nothing is faster.*ask for it by name"):
-        choose([timed(64, eager=40, aoti=60, onnxruntime=50)], ORDER, refused)
+@pytest.mark.parametrize(("refused", "kept"), [((), "onnxruntime"), ([("onnxruntime", "frames=64")], "aoti")])
+def test_where_nothing_is_faster_than_eager_the_fastest_is_kept_and_marked(refused, kept):
+    choice = choose([timed(64, eager=40, aoti=60, onnxruntime=50)], ORDER, refused)
+
+    assert choice.engines == (kept,)
+    assert "not faster" in choice.reasons[kept]
+
+
+def test_a_bucket_without_any_engine_is_an_error():
+    with pytest.raises(BuildError, match="frames=64: no engine passed parity"):
+        choose([timed(64, aoti=60)], ORDER, refused=[("aoti", "frames=64")])
 
 
 def test_a_choice_knows_what_a_fixed_engine_serves():

@@ -190,10 +190,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("cut.safetensors").write_bytes(whole[: len(whole) // 2])
     Path("empty.safetensors").touch()
     for name in ("prose.pt", "prose.onnx", "prose.txt"):
-        Path(name).write_text("It was a dark and stormy night.")
-    Path("lengths.json").write_text("[8, 16]")
-    Path("unknown.toml").write_text("stepz = '3'")
-    Path("kind.toml").write_text("jobs = 'many'")
+        Path(name).write_text("It was a dark and stormy night.", encoding="utf-8")
+    Path("lengths.json").write_text("[8, 16]", encoding="utf-8")
+    Path("unknown.toml").write_text("stepz = '3'", encoding="utf-8")
+    Path("kind.toml").write_text("jobs = 'many'", encoding="utf-8")
     return tmp_path
 
 

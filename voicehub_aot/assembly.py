@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 import voicehub_aot
 from voicehub_aot import engines
@@ -70,7 +69,7 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
     kept = [(item, serves) for item in compiled if (serves := _serves(item, choice)) is not None]
     reads = [item.reads_weight_file(options.weights) for item, _ in kept]
     tensors = _tensors(parts, [i for (i, _), r in zip(kept, reads, strict=True) if r])
-    save_file(tensors, folder / store.WEIGHTS)
+    store.save_tensors(tensors, folder / store.WEIGHTS)
     entries: list[EngineEntry] = []
     for item, serves in kept:
         reason = choice.reasons.get(item.job.engine, "") if choice else "built by name"
@@ -79,11 +78,11 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
         digest = made_for(entry, parts.model.region.spec, weights)
         entries.append(entry.model_copy(update={"made_for": digest}))
     if parts.settings is not None:
-        (folder / store.SETTINGS).write_text(parts.settings)
+        (folder / store.SETTINGS).write_text(parts.settings, encoding="utf-8")
     for program in options.programs:
         path = folder / store.PROGRAMS / f"{program.name}.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(program.model_dump_json(indent=2) + "\n")
+        path.write_text(program.model_dump_json(indent=2) + "\n", encoding="utf-8")
     manifest = Manifest(
         created_by=f"voicehub-aot {voicehub_aot.__version__}",
         model=parts.model.name,

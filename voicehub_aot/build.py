@@ -24,7 +24,7 @@ from voicehub_aot.choice import EAGER, choose, label, noise
 from voicehub_aot.compilation import Compiled, compile_all
 from voicehub_aot.engine_cache import cache_dir
 from voicehub_aot.engines.eager import EagerEvaluator
-from voicehub_aot.errors import BuildError, MissingDependency, ParityFailed
+from voicehub_aot.errors import BuildError, GateFailed, MissingDependency, ParityFailed
 from voicehub_aot.export import MAX_ROWS, export_region
 from voicehub_aot.jobs import plan_jobs, size_spans
 from voicehub_aot.loading import load
@@ -130,6 +130,7 @@ class _Proof:
             manifest = assemble(self.parts, self.compiled, folder, options.choice)
             rows = self._check(folder, manifest, recording)
             times = self._time(folder, manifest, eager, recording)
+        self._check_speed(times, manifest)
         if not options.parity:
             return manifest
         report = report_of(manifest, rows, self._timings(times, manifest), self.left_out)
@@ -138,6 +139,17 @@ class _Proof:
         if not report:
             raise _failed(report, folder, output)
         return sign_again(folder, manifest)
+
+    def _check_speed(self, times: Sequence[step_times.StepTime], manifest: Manifest) -> None:
+        """GateFailed for a bucket whose fastest serving engine is below the speed-up that was asked for."""
+        least = self.parts.options.min_speedup
+        if least is None:
+            return
+        for timed in times:
+            serving = {e.engine for e in manifest.engines if not e.serves or dict(timed.bucket) in e.serves}
+            best = max(timed.median_ms(EAGER) / timed.median_ms(e) for e in serving & set(timed.samples_ms))
+            if not best >= least:
+                raise GateFailed(f"{label(timed.bucket)}: {best:.3f}x of eager, wanted at least {least:g}x")
 
     def _record(self, eager: Runtime) -> Recording:
         """What the model gives in every case; without parity, the cases alone: they are what is timed."""
@@ -263,14 +275,17 @@ def bucket_waste(
 
 
 def write_reports(report: reports.ParityReport, folder: Path) -> None:
-    """report.json, report.html and junit.xml; the HTML is left out, and the log says so, where its extra is absent."""
+    """report.json, report.html and junit.xml, all or none.
+
+    The HTML is left out, and the log says so, where its extra is absent.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    reports.write_json(report, folder / "report.json")
-    (folder / "junit.xml").write_text(reports.junit(report))
+    contents = {folder / "report.json": reports.as_json(report), folder / "junit.xml": reports.junit(report)}
     try:
-        (folder / "report.html").write_text(reports.html(report))
+        contents[folder / "report.html"] = reports.html(report)
     except MissingDependency as error:
         log.warning("no report.html: %s", error)
+    store.write_whole(contents)
 
 
 def eager_runtime(

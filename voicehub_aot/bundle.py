@@ -80,7 +80,7 @@ def _write_onnx_dir(artifact: Path, manifest: Manifest, folder: Path) -> None:
         store.time_table(program, manifest, tensors)
     described = describe(manifest, entries, programs, tensor_places(folder / store.WEIGHTS))
     described["files"] = {name: entry.model_dump() for name, entry in store.list_files(folder).items()}
-    (folder / BUNDLE).write_text(json.dumps(described, indent=1) + "\n")
+    (folder / BUNDLE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
 
 
 def describe(
@@ -187,7 +187,7 @@ def _write_triton_repository(artifact: Path, manifest: Manifest, folder: Path) -
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(artifact / file, target)
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), version / "model.py")
-    (folder / name / "config.pbtxt").write_text(triton_config(name, manifest))
+    (folder / name / "config.pbtxt").write_text(triton_config(name, manifest), encoding="utf-8")
 
 
 def triton_config(name: str, manifest: Manifest) -> str:

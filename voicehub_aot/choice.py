@@ -1,7 +1,8 @@
 """Which engine serves which bucket, decided by measured times.
 
 The main engine is the fastest over all buckets together. Another one takes a bucket only where it is faster by more
-than the noise: in at least three rounds of four. An engine that is not faster than eager takes none.
+than the noise: in at least three rounds of four. Where nothing is faster than eager the fastest is kept all the same,
+and its reason says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from voicehub_aot.errors import GateFailed
+from voicehub_aot.errors import BuildError
 
 EAGER = "eager"
 
@@ -63,7 +64,7 @@ def noise(samples: Sequence[float]) -> float:
 def choose(times: Sequence[Timed], order: Sequence[str], refused: Collection[tuple[str, str]] = ()) -> Choice:
     """order: the candidates, the simplest first. refused: (engine, bucket label) that did not pass parity.
 
-    Raises GateFailed if a bucket is left with no engine that is faster than eager.
+    Raises BuildError if no engine that passed parity is left for a bucket.
     """
     usable = {label(t.bucket): _usable(t, order, refused) for t in times}
 
@@ -91,14 +92,9 @@ def choose(times: Sequence[Timed], order: Sequence[str], refused: Collection[tup
 def _usable(timed: Timed, order: Sequence[str], refused: Collection[tuple[str, str]]) -> list[str]:
     where = label(timed.bucket)
     able = [engine for engine in order if engine in timed.samples_ms and (engine, where) not in refused]
-    fast = [engine for engine in able if _median(timed, engine) < _median(timed, EAGER)]
-    if not fast:
-        seen = ", ".join(f"{engine} {_median(timed, engine):.2f} ms" for engine in able) or "no engine passed parity"
-        raise GateFailed(
-            f"{where}: eager takes {_median(timed, EAGER):.2f} ms and nothing is faster ({seen}); "
-            "to ship an engine all the same, ask for it by name"
-        )
-    return fast
+    if not able:
+        raise BuildError(f"{where}: no engine passed parity; build one by name to see its report")
+    return [engine for engine in able if _median(timed, engine) < _median(timed, EAGER)] or able
 
 
 def _median(timed: Timed, candidate: str) -> float:
@@ -109,4 +105,5 @@ def _reason(timed: Timed, engine: str) -> str:
     """e.g. "frames=128: 75.2 ms, eager 117 (1.56x), onnxruntime 94.1"."""
     mine, eager = _median(timed, engine), _median(timed, EAGER)
     others = [f"{o} {_median(timed, o):.3g}" for o in timed.samples_ms if o not in (engine, EAGER)]
-    return ", ".join([f"{label(timed.bucket)}: {mine:.3g} ms, eager {eager:.3g} ({eager / mine:.2f}x)", *others])
+    verdict = f"{eager / mine:.2f}x" + ("" if mine < eager else ", not faster")
+    return ", ".join([f"{label(timed.bucket)}: {mine:.3g} ms, eager {eager:.3g} ({verdict})", *others])

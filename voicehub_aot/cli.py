@@ -65,6 +65,9 @@ def build(
     engine_budget: Annotated[
         float | None, typer.Option(help="With auto: seconds after which no further engine is tried.")
     ] = None,
+    min_speedup: Annotated[
+        float | None, typer.Option(help="Exit 6 if an engine is slower than this x eager in a bucket it serves.")
+    ] = None,
     weights_mode: WeightsMode = None,
     shapes: Annotated[str | None, typer.Option(help="dynamic or static (shared only; its default).")] = None,
     target: Annotated[str | None, typer.Option(help="cpu:x86-64-v3 (default on x86-64), -v4, cpu:native.")] = None,
@@ -85,6 +88,7 @@ def build(
         "config": config, "checkpoint": checkpoint, "buckets": buckets, "steps": steps,
         "options": settings.parse_options(option), "engine": engine, "weights_mode": weights_mode, "shapes": shapes,
         "target": target, "jobs": jobs, "engine_budget": engine_budget,
+        "min_speedup": min_speedup,
     }  # fmt: skip
     chosen = settings.BuildSettings.merge(file, given)
     progress = console.ConsoleProgress()
@@ -115,7 +119,7 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Digests, then every recorded parity case on every engine. Exit 3 if one drifted, 5 if it does not open."""
-    from voicehub_aot.artifacts import report as reports
+    from voicehub_aot.artifacts import report as reports, store
     from voicehub_aot.verify import verify as run_verify
 
     console.set_up_logging(verbose)
@@ -127,12 +131,14 @@ def verify(
         result = run_verify(artifact, threads, progress.case)
     finally:
         progress.close()
+    written = {}
     if junit:
-        junit.write_text(reports.junit(result))
+        written[junit] = reports.junit(result)
     if html:
-        html.write_text(reports.html(result))
+        written[html] = reports.html(result)
     if report:
-        reports.write_json(result, report)
+        written[report] = reports.as_json(result)
+    store.write_whole(written)
     if as_json:
         console.show_json(json.loads(result.model_dump_json()))
     else:

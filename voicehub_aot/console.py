@@ -6,6 +6,7 @@ A terminal gets live lines, a CI log gets plain ones. With --json, stdout holds 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -107,7 +108,10 @@ def set_up_logging(verbose: bool) -> None:
 def run(command: Callable[[], Any]) -> int:
     """Run a click command and return the documented exit code; errors become one line on stderr."""
     try:
+        _open_streams()
         result = command()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk behind a redirected result is told now, not when the interpreter ends
     except BaseException as error:
         if os.environ.get("VOICEHUB_AOT_DEBUG"):
             traceback.print_exc()
@@ -117,10 +121,41 @@ def run(command: Callable[[], Any]) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _open_streams() -> None:
+    """Streams that take every text; without stdout there is no place for a result."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115  (open as long as the process)
+    if sys.stdout is None:
+        raise UsageError("standard output is closed; redirect it, to /dev/null if the result does not matter")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks
+
+
+def _of_the_system(error: BaseException) -> BaseException:
+    """What the system, not we, got wrong, as the error that is documented for it."""
+    match error:
+        case AotError() | BrokenPipeError() | InternalError():
+            return error
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = error.filename or "a file"
+            text = f"{where}: no space left; free some, or give another --output, cache folder or TMPDIR"
+        case OSError():
+            where = f"{error.filename}: " if error.filename else ""
+            text = f"{where}{error.strerror or error}; check the path, its permissions and the file system"
+        case UnicodeError():
+            text = f"a text or file name is not valid in its encoding ({error}); wanted UTF-8"
+        case RecursionError():
+            text = "an input is nested too deeply to be read; wanted a plain file"
+        case MemoryError():
+            text = "there is not enough memory for this; use smaller buckets, fewer jobs or a larger machine"
+        case _:
+            return error
+    return UsageError(text)
+
+
 def _failed(error: BaseException) -> int:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = error.filename or "a file"
-        error = UsageError(f"{where}: no space left; free some, or give another --output, cache folder or TMPDIR")
+    error = _of_the_system(error)
     match error:
         case typer.Exit():
             return int(error.exit_code)
@@ -135,6 +170,7 @@ def _failed(error: BaseException) -> int:
             _report(type(error).__name__, str(error))
             return error.exit_code
         case BrokenPipeError():  # the reader of our output went away: head, say
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
             return 0
     _report("InternalError", f"{type(error).__name__}: {error}; this is our bug, please report it")
     stderr().print("VOICEHUB_AOT_DEBUG=1 prints the traceback")

@@ -76,7 +76,7 @@ def cached_engine(place: Path, payload: Mapping[str, Any]) -> bool:
     if not record.is_file():
         return False
     try:
-        saved = json.loads(record.read_text())
+        saved = json.loads(record.read_text(encoding="utf-8"))
         intact = all(store.sha256(place / name) == digest for name, digest in saved["files"].items())
         if intact and saved["payload"] == json.loads(json.dumps(payload)):
             return True
@@ -101,7 +101,7 @@ def compile_into_cache(
         folder = Path(scratch) / "engine"
         engines.get(engine).compile_stage(code, weights_mode, target, folder)
         files = {p.relative_to(folder).as_posix(): store.sha256(p) for p in folder.rglob("*") if p.is_file()}
-        (folder / RECORD).write_text(json.dumps({"payload": payload, "files": files}, indent=1))
+        (folder / RECORD).write_text(json.dumps({"payload": payload, "files": files}, indent=1), encoding="utf-8")
         try:
             folder.rename(place)
         except OSError:  # another build finished the same engine first

@@ -86,7 +86,7 @@ class Case:
 def read_case(path: Path) -> Case:
     """Raises UsageError for a folder that is no case, or a case of a kind or format that is not understood."""
     try:
-        case = json.loads((path / "case.json").read_text())
+        case = json.loads((path / "case.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "tensors.safetensors")
         kind, weights = case["kind"], case["weights"]
         understood = case["format"] == FORMAT and kind in KINDS and weights in ("stored", "synthetic", "onnx")

@@ -27,7 +27,8 @@ class Options:
     shapes: static gives one step engine a bucket (of engines that have such), dynamic one for all.
     engines: all are built; a runtime opens the first unless told otherwise. auto: they are candidates, and only the
     fastest in each bucket are kept. engine_budget: seconds after which no further candidate is compiled, and timing is
-    cut short. choice: an earlier one, to be repeated.
+    cut short. min_speedup: the least speed-up over eager that every bucket must have. choice: an earlier one, to be
+    repeated.
     engines_from: finished engines by key; with it nothing is compiled, and a key that is missing is an error.
     """
 
@@ -39,6 +40,7 @@ class Options:
     engines: tuple[str, ...] = ("aoti",)
     auto: bool = False
     engine_budget: float = math.inf
+    min_speedup: float | None = None
     choice: Choice | None = None
     jobs: int = 1
     parity: bool = True

@@ -176,7 +176,10 @@ def check(runtime: Runtime, recording: Recording, progress: Callable[[str], None
     for case in recording.cases:
         progress(case.name)
         request = draw(runtime.spec, case, case.seed)
-        rows.append(_judge(case, run(runtime, case, request), recording, runtime))
+        start = time.perf_counter()
+        got = run(runtime, case, request)
+        seconds = time.perf_counter() - start
+        rows.append(_judge(case, got, recording, runtime).model_copy(update={"seconds": seconds}))
     rows += sensitivity(runtime, recording.cases[0])
     return rows
 

@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.report import Spread
 from voicehub_aot.errors import ArtifactCorrupt
 from voicehub_aot.program import STATE, Program
@@ -223,8 +224,8 @@ def save_recording(recording: Recording, folder: Path) -> None:
     """The recording as JSON and safetensors, to be checked again by `verify`."""
     folder.mkdir(parents=True, exist_ok=True)
     cases = [case.model_dump(mode="json") for case in recording.cases]
-    (folder / RECORDING_CASES).write_text(json.dumps(cases, indent=1) + "\n")
-    save_file(dict(recording.tensors), folder / RECORDING_TENSORS)
+    (folder / RECORDING_CASES).write_text(json.dumps(cases, indent=1) + "\n", encoding="utf-8")
+    store.save_tensors(recording.tensors, folder / RECORDING_TENSORS)
 
 
 def load_recording(folder: Path) -> Recording:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+
+import tomli_w
 
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
@@ -56,9 +57,11 @@ def _settings(artifact: Path, manifest: Manifest, checkpoint: str) -> str | None
         return None
     try:
         text = read_bytes(artifact / store.SETTINGS, store.LARGEST_DOCUMENT).decode("utf-8")
+        values = tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise ArtifactCorrupt(f"{artifact}: {store.SETTINGS} is unreadable ({reason(error)}); rebuild it") from error
-    return re.sub(r"(?m)^checkpoint = .*$", lambda _: f"checkpoint = {json.dumps(checkpoint)}", text)
+    heading = text.partition("\n")[0] + "\n" if text.startswith("#") else ""
+    return heading + tomli_w.dumps({**values, "checkpoint": checkpoint})
 
 
 def _choice(manifest: Manifest) -> Choice | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from voicehub_aot import step_times
 from voicehub_aot.artifacts import store
@@ -61,13 +62,14 @@ def sample_to_file(
     done = time.perf_counter()
     if not torch.isfinite(result).all():
         raise InputMismatch(f"{artifact}: the result is not finite with guidance={guidance!r}; give a smaller one")
-    partial = output.with_name(f".{output.name}.tmp")
+    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        save_file({"latent": result.contiguous()}, partial)
-        partial.rename(output)
-    except (OSError, SafetensorError) as error:
+        store.save_tensors({"latent": result.contiguous()}, partial)
+        partial.replace(output)
+    except OSError as error:
+        raise UsageError(f"--output {str(output)!r}: cannot be written ({error.strerror}); give another") from error
+    finally:
         partial.unlink(missing_ok=True)
-        raise UsageError(f"--output {str(output)!r}: cannot be written ({error}); give another") from error
     return {
         "output": str(output),
         "shape": list(result.shape),

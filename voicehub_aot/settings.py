@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from voicehub_aot import adapters, bucket, engines, models
 from voicehub_aot.assembly import Model
@@ -22,6 +23,7 @@ from voicehub_aot.target import default_target, parse_target, usable_threads
 
 log = logging.getLogger(__name__)
 
+NULL = "null"  # TOML has no null; --option NAME=null gives it
 AUTO = "auto"  # every engine is a candidate, the fastest in each bucket is kept
 
 
@@ -36,10 +38,16 @@ class BuildSettings(BaseModel):
     options: dict[str, bool | int | float | str | None] = {}
     engine: str | None = None
     engine_budget: float | None = None
+    min_speedup: float | None = None
     weights_mode: str | None = None
     shapes: str | None = None
     target: str | None = None
     jobs: int | None = None
+
+    @field_validator("options")
+    @classmethod
+    def _null(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: None if value == NULL else value for name, value in options.items()}
 
     @classmethod
     def merge(cls, file: Path | None, flags: Mapping[str, Any]) -> BuildSettings:
@@ -47,7 +55,7 @@ class BuildSettings(BaseModel):
         values: dict[str, Any] = {}
         if file is not None:
             try:
-                values = tomllib.loads(file.read_text())
+                values = tomllib.loads(file.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise UsageError(f"--from {str(file)!r}: unreadable ({error}); wanted a TOML file") from error
         values.update({name: value for name, value in flags.items() if value is not None})
@@ -74,23 +82,16 @@ def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
         "steps": ",".join(str(p.steps) for p in options.programs),
         "engine": AUTO if options.auto else ",".join(options.engines),
         "engine_budget": options.engine_budget if options.engine_budget < math.inf else None,
+        "min_speedup": options.min_speedup,
         "weights_mode": options.weights_mode if options.weights_mode != "auto" else None,
         "shapes": options.shapes,
         "target": options.target.name,
         "jobs": options.jobs,
     }
-    lines = [f"{name} = {_toml(value)}" for name, value in resolved.items() if value is not None]
+    document: dict[str, Any] = {name: value for name, value in resolved.items() if value is not None}
     if settings.options:
-        lines += ["[options]", *(f"{name} = {_toml(value)}" for name, value in settings.options.items())]
-    return "\n".join([f"# voicehub-aot build {model.name} --from config.toml", *lines]) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value)
+        document["options"] = {name: NULL if value is None else value for name, value in settings.options.items()}
+    return f"# voicehub-aot build {model.name} --from config.toml\n{tomli_w.dumps(document)}"
 
 
 def parse_options(texts: Sequence[str] | None) -> dict[str, Any] | None:
@@ -148,8 +149,7 @@ def options(
     names, auto = _engines(settings.engine), settings.engine == AUTO
     if auto and not parity:
         raise UsageError("--no-parity with --engine auto: auto keeps what passes parity; name an engine instead")
-    if settings.engine_budget is not None and not (auto and settings.engine_budget > 0):
-        raise UsageError(f"--engine-budget {settings.engine_budget!r}: wanted seconds, with --engine auto")
+    _check_numbers(settings, auto, parity)
     packs = any(not engines.get(name).reads_weight_file("packed") for name in names)
     mode = settings.weights_mode or ("auto" if packs else "shared")
     per_bucket = mode == "shared" and any(engines.get(name).STATIC for name in names)
@@ -165,8 +165,6 @@ def options(
             "--shapes static needs --weights-mode shared: packed engines each hold all weights, and one dynamic "
             "engine is as fast on CPU"
         )
-    if settings.jobs is not None and settings.jobs < 1:
-        raise UsageError(f"--jobs {settings.jobs}: wanted 1 or more")
     return Options(
         buckets=promised,
         programs=programs,
@@ -176,11 +174,21 @@ def options(
         engines=names,
         auto=auto,
         engine_budget=math.inf if settings.engine_budget is None else settings.engine_budget,
+        min_speedup=settings.min_speedup,
         jobs=settings.jobs or max(1, usable_threads() // 2),
         parity=parity,
         replace=replace,
         histogram=lengths,
     )
+
+
+def _check_numbers(settings: BuildSettings, auto: bool, parity: bool) -> None:
+    if settings.engine_budget is not None and not (auto and settings.engine_budget > 0):
+        raise UsageError(f"--engine-budget {settings.engine_budget!r}: wanted seconds, with --engine auto")
+    if settings.min_speedup is not None and not (parity and 0 < settings.min_speedup < math.inf):
+        raise UsageError(f"--min-speedup {settings.min_speedup!r}: wanted a positive number, e.g. 1.1, with parity")
+    if settings.jobs is not None and settings.jobs < 1:
+        raise UsageError(f"--jobs {settings.jobs}: wanted 1 or more")
 
 
 def _engines(text: str | None) -> tuple[str, ...]:

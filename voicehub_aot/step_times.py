@@ -80,7 +80,7 @@ def seconds_of_others(stat: Path = Path("/proc/stat")) -> float | None:
     None where it cannot be told: not on Linux, or hidden by a sandbox. Source: proc_stat(5).
     """
     try:
-        lines = [line.split() for line in stat.read_text().splitlines()]
+        lines = [line.split() for line in stat.read_text(encoding="utf-8").splitlines()]
         mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         ticks = 0
         for name, *counts in lines:

@@ -42,7 +42,7 @@ class Target(BaseModel):
 def host_features() -> frozenset[str]:
     """The processor's feature flags, as Linux reports them; empty where it does not."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
@@ -105,7 +105,7 @@ def usable_threads() -> int:
     """Processors this process may use: its affinity, capped by the cgroup's CPU quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         if quota != "max":
             count = min(count, max(1, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):

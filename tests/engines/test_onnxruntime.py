@@ -190,7 +190,7 @@ def test_memory_stays_flat_over_fifty_shapes(built):
         )
 
     def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * 4096
 
     order = torch.randperm(500, generator=torch.Generator().manual_seed(0))[:50].tolist()
     run(512)

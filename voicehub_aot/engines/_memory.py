@@ -20,7 +20,7 @@ def release_pages(file: Path, wanted: Callable[[str, int, int, int], bool]) -> N
     if not maps.exists():
         return
     path = str(file.resolve())
-    for line in maps.read_text().splitlines():
+    for line in maps.read_text(encoding="utf-8").splitlines():
         match = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ \d+\s+(.*)", line)
         if match is None or match[5] != path:
             continue

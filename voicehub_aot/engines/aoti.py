@@ -117,7 +117,7 @@ def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Pat
     library = _only(files, ".wrapper.so", where)
     metadata = _only(files, ".wrapper_metadata.json", where)
     if weights == "packed" and _linears(module):
-        source = Path(_only(files, ".wrapper.cpp", where)).read_text()
+        source = Path(_only(files, ".wrapper.cpp", where)).read_text(encoding="utf-8")
         if PACKED_MARK not in source:
             raise CompileFailed(f"{where}: weights were not packed ({PACKED_MARK} is absent from the generated code)")
     (folder / FOLDER).mkdir(parents=True)
