@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,9 @@ def run(command: Callable[[], Any]) -> int:
     except BaseException as error:
         if os.environ.get("VOICEHUB_AOT_DEBUG"):
             traceback.print_exc()
-        return _failed(error)
+        code = _failed(error)
+        _give_up_stdout()
+        return code
     if result == INTERRUPTED:  # newer typer turns the interrupt itself into this code
         stderr().print("interrupted")
     return result if isinstance(result, int) else 0
@@ -130,6 +133,15 @@ def _open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks
+
+
+def _give_up_stdout() -> None:
+    """What cannot be written to stdout is let go, or the interpreter tries again at its end and complains."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _of_the_system(error: BaseException) -> BaseException:
@@ -170,7 +182,6 @@ def _failed(error: BaseException) -> int:
             _report(type(error).__name__, str(error))
             return error.exit_code
         case BrokenPipeError():  # the reader of our output went away: head, say
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
             return 0
     _report("InternalError", f"{type(error).__name__}: {error}; this is our bug, please report it")
     stderr().print("VOICEHUB_AOT_DEBUG=1 prints the traceback")
@@ -184,8 +195,9 @@ def after_result(error: AotError) -> typer.Exit:
 
 
 def _report(kind: str, message: str) -> None:
-    if "--json" in sys.argv:
-        show_json({"error": {"type": kind, "message": message}})
+    if "--json" in sys.argv and sys.stdout is not None:
+        with suppress(OSError):  # it may be stdout that cannot be written
+            show_json({"error": {"type": kind, "message": message}})
     _tell(kind, message)
 
 
