@@ -42,7 +42,7 @@ class Denoiser(nn.Module):
     def __init__(self, runtime: Evaluating) -> None:
         super().__init__()
         self.runtime = runtime
-        self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.anchor = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +64,7 @@ class Denoiser(nn.Module):
         state = given.tensor[spec.state.name]
         request: dict[str, Any] = {n: t for n, t in given.tensor.items() if n != spec.state.name}
         request.update(_reach(spec, given))
-        request.update({n: torch.full((len(state),), value) for n, value in given.switches.items()})
+        request.update({n: torch.full((len(state),), value, device="cpu") for n, value in given.switches.items()})
         request.update(_unnamed(spec, given))
         if spec.call.returns == "velocity":
             flags = {n: v for n, v in given.flags.items() if v}
@@ -88,7 +88,7 @@ class Bound:
         self.clock: torch.Tensor | None = None
         self.extra_times: dict[str, float] = {}
         self.switches: dict[str, bool] = {}
-        self.steps = torch.ones(1)
+        self.steps = torch.ones(1, dtype=torch.float32, device="cpu")
 
     def time(self) -> torch.Tensor:
         if self.clock is None:
@@ -100,7 +100,7 @@ class Bound:
     def state_mask(self, spec: RegionSpec) -> torch.Tensor:
         mask = self.masks.get(spec.main_dim or "")
         if mask is None:
-            return torch.ones(1)
+            return torch.ones(1, dtype=torch.float32, device="cpu")
         shape = [-1 if s == spec.main_dim else 1 for s in spec.state.shape[1:]]
         return mask.to(torch.float32).reshape(len(mask), *shape)
 
@@ -151,7 +151,7 @@ def _sort(bound: Bound, parameter: Parameter, value: Any) -> None:
 
 def _numbers(name: str, value: Any) -> torch.Tensor:
     try:
-        return torch.as_tensor(value, dtype=torch.float32).reshape(-1)
+        return torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputMismatch(f"denoiser: {name}={value!r}, wanted a number or a tensor [] or [B]") from error
 
@@ -180,7 +180,7 @@ def _unnamed(spec: RegionSpec, given: Bound) -> dict[str, torch.Tensor]:
     for item in spec.conditioning:
         if item.name not in named and not item.optional:
             sizes = [(_size(spec, given, s) or 1) if isinstance(s, str) else s for s in item.shape]
-            padding[item.name] = torch.full(sizes, item.pad, dtype=item.torch_dtype)
+            padding[item.name] = torch.full(sizes, item.pad, dtype=item.torch_dtype, device="cpu")
     return padding
 
 
@@ -196,7 +196,7 @@ def _reach(spec: RegionSpec, given: Bound) -> dict[str, list[int]]:
                 raise InputMismatch(f"denoiser: the mask of {dim.name} is {got}, wanted [B, {size}] or [B, 1, {size}]")
             rows = mask.flatten(1).to(torch.bool)
             lengths = rows.sum(1)
-            if not torch.equal(rows, torch.arange(rows.shape[1]) < lengths[:, None]):
+            if not torch.equal(rows, torch.arange(rows.shape[1], device="cpu") < lengths[:, None]):
                 raise InputMismatch(f"denoiser: the mask of {dim.name} is no prefix mask; real positions come first")
             reach[dim.length] = lengths.tolist()
             if dim.extent:
