@@ -21,7 +21,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -188,18 +188,27 @@ def install(compiled: Path, root: Path, name: str, target: Target) -> str:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A loader with the tensors it reads its weights from; they can be given other memory."""
+    """A loader with the tensors it reads its weights from.
+
+    torch keeps a handle of every tensor that it binds, for ever; so these are bound again and again over other memory.
+    """
 
     loader: Any
     tensors: dict[str, torch.Tensor]
 
-    def read(self, constants: Mapping[str, torch.Tensor]) -> None:
+    def read(self, constants: Mapping[str, torch.Tensor], where: str) -> None:
+        missing = sorted(set(self.tensors) - set(constants))
+        if missing:
+            raise ArtifactCorrupt(f"{where}: the weight file lacks {', '.join(missing[:6])}; rebuild the artifact")
         for name, tensor in self.tensors.items():
             tensor.data = constants[name]
+        if self.tensors:
+            self.loader.load_constants(self.tensors, False, True, user_managed=True)
 
     def let_go(self) -> None:
-        for tensor in self.tensors.values():
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        with torch.inference_mode(False):  # whoever drops a runtime may be in it
+            for tensor in self.tensors.values():
+                tensor.data = torch.empty(0, device="cpu")
 
 
 class AotiStage:
@@ -230,7 +239,6 @@ def open_stage(source: Source, runners: int) -> AotiStage:
         folder = pinned(source.root, source.path, source.digests[library])
         idle = _idle.setdefault((folder, runners), [])
         if idle:
-            _check_given(idle[-1].tensors, source.constants, where)
             bound = idle.pop()
         else:
             before = memory.mappings(source.root / library)
@@ -241,24 +249,9 @@ def open_stage(source: Source, runners: int) -> AotiStage:
                 raise ArtifactCorrupt(f"{where}: the library cannot be opened ({_first_line(error)})") from error
             if not source.constants:
                 unmap_packed_weights(source.root / library, before)
-            bound = _bind(loader, names, source.constants, where)
-    bound.read(source.constants)
+            bound = _Bound(loader, {name: torch.empty(0, device="cpu") for name in names})
+    bound.read(source.constants, where)
     return AotiStage(bound, idle)
-
-
-def _bind(loader: Any, names: list[str], constants: Mapping[str, torch.Tensor], where: str) -> _Bound:
-    """Only once a loader: torch keeps a handle of every tensor that it binds, for ever."""
-    _check_given(names, constants, where)
-    tensors = {name: constants[name].detach() for name in names}
-    if tensors:
-        loader.load_constants(tensors, False, True, user_managed=True)
-    return _Bound(loader, tensors)
-
-
-def _check_given(names: Iterable[str], constants: Mapping[str, torch.Tensor], where: str) -> None:
-    missing = sorted(set(names) - set(constants))
-    if missing:
-        raise ArtifactCorrupt(f"{where}: the weight file lacks {', '.join(missing[:6])}; rebuild the artifact")
 
 
 def _first_line(error: BaseException) -> str:
