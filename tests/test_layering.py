@@ -23,6 +23,7 @@ LAYERS = {
     "synthetic": {"errors"},
     "checkpoint": {"errors"},
     "target": {"errors"},
+    "forks": {"errors"},
     "program": {"errors"},
     "solver": {"program", "schedule", "errors"},
     "region": {"guidance", "errors"},
@@ -44,8 +45,8 @@ LAYERS = {
 LAYERS["adapters"] |= {"kernels", "errors"}
 LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
 LAYERS["runtime"] = {"artifacts", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
-LAYERS["runtime"] |= {"guidance", "errors"}
-LAYERS["loading"] = {"artifacts", "engines", "runtime", "staged", "region", "program", "target", "errors"}
+LAYERS["runtime"] |= {"guidance", "forks", "errors"}
+LAYERS["loading"] = {"artifacts", "engines", "runtime", "staged", "region", "program", "target", "forks", "errors"}
 LAYERS["__init__"] = {"adapters", "loading", "runtime", "errors"}
 LAYERS["recording"] = {"artifacts", "runtime", "reading", "region", "program", "errors"}
 LAYERS["step_times"] = {"recording", "runtime", "region"}

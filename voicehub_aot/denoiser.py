@@ -43,7 +43,7 @@ class Denoiser(nn.Module):
     def __init__(self, runtime: Evaluating) -> None:
         super().__init__()
         self.runtime = runtime
-        self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.anchor = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +67,7 @@ class Denoiser(nn.Module):
         state = given.tensor[spec.state.name]
         request: dict[str, Any] = {n: t for n, t in given.tensor.items() if n != spec.state.name}
         request.update(_reach(spec, given))
-        request.update({n: torch.full((len(state),), value) for n, value in given.switches.items()})
+        request.update({n: torch.full((len(state),), value, device="cpu") for n, value in given.switches.items()})
         if spec.call.returns == "velocity":
             flags = {n: v for n, v in given.flags.items() if v}
             options: Any = {"extra_times": given.extra_times, "packed": given.packed, "guidance": given.guidance}
@@ -90,7 +90,7 @@ class Bound:
         self.clock: torch.Tensor | None = None
         self.extra_times: dict[str, torch.Tensor] = {}
         self.switches: dict[str, bool] = {}
-        self.steps = torch.ones(1)
+        self.steps = torch.ones(1, dtype=torch.float32, device="cpu")
 
     def time(self) -> torch.Tensor:
         if self.clock is None:
@@ -102,7 +102,7 @@ class Bound:
     def state_mask(self, spec: RegionSpec) -> torch.Tensor:
         mask = self.masks.get(spec.main_dim or "")
         if mask is None:
-            return torch.ones(1)
+            return torch.ones(1, dtype=torch.float32, device="cpu")
         shape = [-1 if s == spec.main_dim else 1 for s in spec.state.shape[1:]]
         return mask.to(torch.float32).reshape(len(mask), *shape)
 
@@ -155,7 +155,7 @@ def _numbers(name: str, value: Any) -> torch.Tensor:
     found = numbers(value)
     if found is None:
         raise InputMismatch(f"denoiser: {name}={value!r:.80}, wanted a finite number or a tensor [] or [B]")
-    return torch.tensor(found, dtype=torch.float32)
+    return torch.tensor(found, dtype=torch.float32, device="cpu")
 
 
 def _one_number(name: str, value: Any) -> float:
@@ -187,7 +187,7 @@ def _reach(spec: RegionSpec, given: Bound) -> dict[str, list[int]]:
                 raise InputMismatch(f"denoiser: the mask of {dim.name} is {got}, wanted [B, {size}] or [B, 1, {size}]")
             rows = mask.flatten(1).to(torch.bool)
             lengths = rows.sum(1)
-            if not torch.equal(rows, torch.arange(rows.shape[1]) < lengths[:, None]):
+            if not torch.equal(rows, torch.arange(rows.shape[1], device="cpu") < lengths[:, None]):
                 raise InputMismatch(f"denoiser: the mask of {dim.name} is no prefix mask; real positions come first")
             reach[dim.length] = lengths.tolist()
             if dim.extent:

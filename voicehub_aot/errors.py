@@ -1,7 +1,7 @@
 """Every error this package raises on purpose.
 
     AotError
-      UsageError         UnknownModel, InputMismatch, NoBucketFits, ProgramNotBuilt       exit 2
+      UsageError         UnknownModel, InputMismatch, NoBucketFits, ProgramNotBuilt, ProcessForked   exit 2
       BuildError         CheckpointMismatch (5), ExportFailed, StageFailed, CompileFailed (1), ParityFailed (3),
                          ContradictoryTraits (1)
       LoadError          ArtifactCorrupt, VersionUnsupported, TargetMismatch              exit 5
@@ -43,6 +43,10 @@ class NoBucketFits(UsageError):
 
 class ProgramNotBuilt(UsageError):
     """The artifact holds no program of this name, or none with this evaluation time."""
+
+
+class ProcessForked(UsageError):
+    """A runtime was used, or an artifact opened, in a fork of a process whose compute threads it would need."""
 
 
 class BuildError(AotError):

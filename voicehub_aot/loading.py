@@ -6,18 +6,24 @@ digest was checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from voicehub_aot import engines
+from voicehub_aot import engines, forks
 from voicehub_aot.artifacts import store
-from voicehub_aot.artifacts.manifest import EngineEntry, Manifest
+from voicehub_aot.artifacts.manifest import EngineEntry, FileEntry, Manifest
+from voicehub_aot.artifacts.watch import Watch
 from voicehub_aot.engines import Source, StageEngine
 from voicehub_aot.errors import (
     ArtifactCorrupt,
     EngineUnavailable,
+    LoadError,
     OptionUnsupported,
     TargetMismatch,
     VersionUnsupported,
@@ -38,15 +44,57 @@ def load(
 ) -> Runtime:
     """Open an artifact built by `voicehub-aot build`.
 
-    threads: compute threads, process-wide; default what affinity and cgroup allow. engine: open this one; default the
-    one chosen for each bucket by measurement, else the first that was built.
+    threads: compute threads, process-wide; default OMP_NUM_THREADS, else what affinity and cgroups allow.
+    engine: open this one; default the one chosen for each bucket by measurement, else the first that was built.
     overflow: "run" lets a dynamic engine take lengths over the largest promised bucket, and counts them in
     `Runtime.overflowed`. concurrency: requests that run at once. Needs no compiler and writes no file. Raises
-    ArtifactCorrupt, VersionUnsupported, TargetMismatch, EngineUnavailable or OptionUnsupported.
+    ArtifactCorrupt, VersionUnsupported, TargetMismatch, EngineUnavailable or OptionUnsupported, a LoadError if this
+    process may open no further file, and ProcessForked in a fork of a process whose compute threads it cannot have.
     """
-    root = Path(path)
-    manifest = store.read_manifest(root)
-    where = str(path)
+    options = {"threads": threads, "engine": engine, "overflow": overflow, "concurrency": concurrency}
+    try:
+        manifest = store.read_manifest(Path(path))
+        reopen = partial(_load_again, str(Path(path).absolute()), manifest.digest, device, options)
+        with torch.inference_mode(False):  # a runtime outlives the mode it was loaded in
+            return _open_runtime(Path(path), manifest, device, threads, engine, overflow, concurrency, reopen)
+    except (OSError, LoadError) as error:
+        if _ran_out_of_descriptors(error):
+            raise LoadError(
+                f"{path}: this process has too many files open ({error}); close some, or raise its limit (ulimit -n). "
+                "An open artifact takes one descriptor, and keeps it until the artifact is deleted"
+            ) from error
+        raise
+
+
+def _load_again(path: str, digest: str, device: str, options: Mapping[str, Any]) -> Runtime:
+    """What unpickling a runtime does. Raises ArtifactCorrupt if another artifact has taken the path."""
+    runtime = load(path, device=device, **options)
+    if runtime.manifest is None or runtime.manifest.digest != digest:
+        raise ArtifactCorrupt(f"{path}: is another artifact than the runtime was pickled with; load it anew")
+    return runtime
+
+
+def _ran_out_of_descriptors(error: BaseException) -> bool:
+    chain: BaseException | None = error
+    while chain is not None:
+        full = isinstance(chain, OSError) and chain.errno in (errno.EMFILE, errno.ENFILE)
+        if full or os.strerror(errno.EMFILE) in str(chain):  # torch and safetensors pass on the words only
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def _open_runtime(
+    root: Path,
+    manifest: Manifest,
+    device: str,
+    threads: int | None,
+    engine: str | None,
+    overflow: Overflow,
+    concurrency: int,
+    reopen: Callable[[], Runtime],
+) -> Runtime:
+    where = str(root)
     if device != "cpu":
         raise OptionUnsupported(f"{where}: device {device!r}; this artifact was built for {manifest.target.name}")
     if manifest.target.device != device:
@@ -61,15 +109,18 @@ def load(
             f"{where}: built with torch {manifest.versions['torch']}, this is {torch.__version__}; "
             "compiled code needs the same minor version: rebuild, or install that torch"
         )
+    watch = Watch(root, _mapped(manifest, entries))
     store.verify_files(root, manifest)
     if (threads is not None and threads < 1) or concurrency < 1:
         raise OptionUnsupported(f"{where}: threads={threads!r}, concurrency={concurrency!r}; wanted 1 or more of each")
-    torch.set_num_threads(threads or usable_threads())
+    threads = threads or usable_threads()
+    forks.check_threads(threads, where)
+    torch.set_num_threads(threads)
     programs = store.read_programs(root, manifest)
     tensors = store.map_tensors(root / store.WEIGHTS)
     prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency)) for entry in entries]
     tables = {name: store.time_table(program, manifest, tensors) for name, program in programs.items()}
-    evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables)
+    evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch)
     return Runtime(
         manifest.region,
         evaluator,
@@ -80,7 +131,19 @@ def load(
         concurrency=concurrency,
         name=manifest.model,
         manifest=manifest,
+        threads=threads,
+        reopen=reopen,
     )
+
+
+def _mapped(manifest: Manifest, entries: Sequence[EngineEntry]) -> dict[str, FileEntry]:
+    """The files that opened engines go on reading."""
+    paths = [entry.path for entry in entries]
+    return {
+        name: file
+        for name, file in manifest.files.items()
+        if name == store.WEIGHTS or any(name == p or name.startswith(f"{p}/") for p in paths)
+    }
 
 
 def _chosen(manifest: Manifest, engine: str | None, where: str) -> list[EngineEntry]:

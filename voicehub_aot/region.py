@@ -306,4 +306,4 @@ def example_mask(shape: Sequence[int], generator: torch.Generator) -> torch.Tens
 
 def row_blocks(wanted: Sequence[int], rows: int) -> torch.Tensor:
     """Places of these blocks, of `rows` rows each, in a packed batch: its guidance branches, say. [N] int64."""
-    return torch.cat([torch.arange(block * rows, (block + 1) * rows) for block in wanted])
+    return torch.cat([torch.arange(block * rows, (block + 1) * rows, device="cpu") for block in wanted])

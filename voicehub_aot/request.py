@@ -42,7 +42,7 @@ class Request:
         for item in self.spec.inputs:
             if item.flag:
                 values = [self.spec.branch_flags(b)[item.name] for b in branches]
-                inputs[item.name] = torch.tensor(values).repeat_interleave(self.batch)
+                inputs[item.name] = torch.tensor(values, device="cpu").repeat_interleave(self.batch)
         return inputs
 
     def crop(self, state: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def _first_named(item: Input) -> int:
 def _left_out(item: Input, sizes: Mapping[str, int]) -> torch.Tensor:
     """What an optional input is when the caller does not pass it."""
     shape = [sizes[s] if isinstance(s, str) else s for s in item.shape]
-    return torch.full(shape, item.pad, dtype=item.torch_dtype)
+    return torch.full(shape, item.pad, dtype=item.torch_dtype, device="cpu")
 
 
 def integers(value: Any) -> list[int] | None:
@@ -123,7 +123,7 @@ class RequestReader:
         inputs = {}
         for item in self.spec.request:
             if item.name in lengths:
-                inputs[item.name] = torch.tensor(lengths[item.name], dtype=torch.int64)
+                inputs[item.name] = torch.tensor(lengths[item.name], dtype=torch.int64, device="cpu")
             elif item.name in conditioning:
                 inputs[item.name] = self._lay_out(item, conditioning[item.name], given, sizes, extents)
         laid_out = self._lay_out(self.spec.state, state, given, sizes, extents)
@@ -236,7 +236,7 @@ class RequestReader:
     ) -> torch.Tensor:
         """A fresh contiguous tensor at the padded sizes: the caller's values inside each row's extent, else `pad`."""
         shape = [sizes[s] if isinstance(s, str) else s for s in item.shape]
-        laid_out = torch.full(shape, item.pad, dtype=item.torch_dtype)
+        laid_out = torch.full(shape, item.pad, dtype=item.torch_dtype, device="cpu")
         region = tuple(slice(0, n) for n in tensor.shape)
         laid_out[region] = tensor.detach()
         for axis, dim in enumerate(item.shape):

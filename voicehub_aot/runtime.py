@@ -16,6 +16,7 @@ from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.denoiser import Denoiser
 from voicehub_aot.errors import InputMismatch, NoBucketFits, OptionUnsupported, ProgramNotBuilt, UsageError
+from voicehub_aot.forks import Turns
 from voicehub_aot.guidance import EQUATIONS
 from voicehub_aot.program import Evaluate, Program, probe
 from voicehub_aot.region import BATCH, Dim, RegionSpec
@@ -50,6 +51,8 @@ class Runtime:
         concurrency: int = 1,
         name: str = "model",
         manifest: Manifest | None = None,
+        threads: int | None = None,
+        reopen: Callable[[], Runtime] | None = None,
     ) -> None:
         if overflow not in get_args(Overflow):
             raise OptionUnsupported(f"{name}: overflow={overflow!r} is not known; choose one of {get_args(Overflow)}")
@@ -60,8 +63,24 @@ class Runtime:
         self.manifest = manifest
         self.overflowed = 0  # requests over the largest promised bucket that ran all the same
         self._reader = RequestReader(spec, name)
-        self._turn = threading.BoundedSemaphore(concurrency)
+        self._reopen = reopen
+        self._turns = Turns(concurrency, threads, name)
         self._count = threading.Lock()
+
+    def __copy__(self) -> Runtime:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """Itself: no request leaves a trace in it, and its engines cannot be had twice."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Runtime], tuple[()]]:
+        """A pickle holds the artifact's path and the options; unpickling loads it again."""
+        if self._reopen is None:
+            raise UsageError(
+                f"{self.name}: cannot be pickled, for it was not loaded from an artifact; pickle its parts"
+            )
+        return self._reopen, ()
 
     def sample(
         self,
@@ -83,6 +102,7 @@ class Runtime:
         first. guidance: the scale, or scales by branch; default the model's, 0 = none (that branch is not run).
         conditioning: by name, see `voicehub-aot inspect`. Raises InputMismatch, NoBucketFits or ProgramNotBuilt.
         """
+        self._turns.check()
         if noise is None:
             draws = 1 + len(self._program(program).noises)
             noise, *later = self._draw(seed, lengths, conditioning, draws)
@@ -90,7 +110,7 @@ class Runtime:
         elif seed is not None:
             raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
         arguments = {**conditioning, **self._lengths_argument(lengths)}
-        with self._turn:
+        with self._turns:
             *_, last = self.trajectory(
                 noise=noise, step_noise=step_noise, program=program, guidance=guidance, **arguments
             )
@@ -113,6 +133,7 @@ class Runtime:
         the request on its way. 0 <= start < stop <= the program's steps. Takes no turn: whoever iterates it decides
         when it runs. Everything is checked at the call, before the first step.
         """
+        self._turns.check()
         chosen = self._program(program)
         start, stop = self._span(chosen, start, stop)
         scales = self._scales(guidance)
@@ -167,8 +188,9 @@ class Runtime:
         every guidance branch, packed [branches * B, ...]. guidance: combine the branches with these scales instead.
         flags: set branch flags by hand.
         """
+        self._turns.check()
         given = {self.spec.time.name: time, **(extra_times or {})}
-        with self._turn:
+        with self._turns:
             branches = self._branches if packed or guidance is not None else 1
             by_hand = [] if packed else [n for n, value in (flags or {}).items() if value]
             laid_out = self._reader.read(state, request, self._fit, self._read_by(branches, by_hand))
@@ -186,8 +208,9 @@ class Runtime:
 
     def exposed(self, state: torch.Tensor, **request: Any) -> dict[str, torch.Tensor]:
         """The region's request values (`spec.outputs[1:]`), packed over all branches, cropped to `state`'s sizes."""
+        self._turns.check()
         program = next(iter(self.programs.values()))
-        with self._turn:
+        with self._turns:
             laid_out = self._reader.read(state, request, self._fit, range(self._branches))
             inputs = laid_out.packed(range(self._branches))
             whole = laid_out.state.repeat(self._branches, *(1,) * (laid_out.state.dim() - 1))
@@ -199,6 +222,7 @@ class Runtime:
 
     def stepper(self, state: torch.Tensor, program: str, row: int, **request: Any) -> Callable[[], torch.Tensor]:
         """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
+        self._turns.check()
         laid_out = self._reader.read(state, request, self._fit, range(self._branches))
         noise = laid_out.state.to(self.evaluator.dtype)
         velocity = self._velocity(laid_out, self._program(program), self._scales(None), noise)
@@ -255,7 +279,7 @@ class Runtime:
             if len(clocks) == 1 or result is None:
                 result = velocity
             else:
-                rows = torch.tensor([other == clock for other in clocks])
+                rows = torch.tensor([other == clock for other in clocks], device="cpu")
                 result[rows] = velocity[rows]
         assert result is not None
         return result
@@ -369,13 +393,13 @@ class Runtime:
                 f"{self.name}: seed={seed!r}, wanted one integer or {len(numbers)}, one per row, of 64 bits"
             )
         whole = [max(numbers, default=0) if isinstance(s, str) else s for s in item.shape[1:]]
-        drawn = [torch.zeros([len(numbers), *whole]) for _ in range(draws)]
+        drawn = [torch.zeros([len(numbers), *whole], dtype=torch.float32, device="cpu") for _ in range(draws)]
         for row, (own, number) in enumerate(zip(seeds, numbers, strict=True)):
-            generator = torch.Generator().manual_seed(own)
+            generator = torch.Generator("cpu").manual_seed(own)
             size = [number if isinstance(s, str) else s for s in item.shape[1:]]
             for noise in drawn:
                 place = tuple(slice(n) for n in size)
-                noise[row][place] = torch.randn(size, generator=generator)
+                noise[row][place] = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
         return drawn
 
     def _valid_lengths(self, lengths: Sequence[int] | torch.Tensor | None, dim: Dim) -> list[int]:

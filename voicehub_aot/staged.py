@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from voicehub_aot.artifacts.manifest import EngineEntry
+from voicehub_aot.artifacts.watch import Watch
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.engines import StageEngine
 from voicehub_aot.errors import EngineUnavailable
@@ -48,7 +49,7 @@ class StagedEvaluator:
     """The staged graphs run by engines.
 
     tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes, and
-    serves them when it was chosen for the promised bucket they fall into.
+    serves them when it was chosen for the promised bucket they fall into. watch: over the files that are read in place.
     """
 
     spec: RegionSpec
@@ -56,10 +57,13 @@ class StagedEvaluator:
     prepare_engine: tuple[EngineEntry, StageEngine]
     step_engines: Sequence[tuple[EngineEntry, StageEngine]]
     tables: Mapping[str, Mapping[str, torch.Tensor]]
+    watch: Watch | None = None
     any_time: bool = False
     dtype: torch.dtype = torch.float32
 
     def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> StagedPrepared:
+        if self.watch is not None:
+            self.watch.check()
         entry, engine = self.prepare_engine
         table = self.tables[program.name]
         values = {**inputs, **table}

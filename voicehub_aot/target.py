@@ -6,7 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -101,13 +101,65 @@ def torch_minor() -> str:
     return ".".join(torch.__version__.split("+")[0].split(".")[:2])
 
 
-def usable_threads() -> int:
-    """Processors this process may use: its affinity, capped by the cgroup's CPU quota."""
+def usable_threads(system: Path = Path("/")) -> int:
+    """Compute threads to run: OMP_NUM_THREADS if it is set, else this process's affinity, capped by its cgroups' quota.
+
+    system: where /proc and /sys lie. Raises OptionUnsupported if OMP_NUM_THREADS is not a positive integer or a list
+    of them, one a nesting level, of which the first counts.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if asked:
+        first = asked.split(",")[0].strip()
+        if not (first.isascii() and first.isdigit() and int(first) > 0):
+            raise OptionUnsupported(f"OMP_NUM_THREADS={asked!r} must be a positive integer; correct it, or unset it")
+        return int(first)
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([count, *(max(1, math.ceil(quota)) for quota in _cpu_quotas(system))])
+
+
+def _cpu_quotas(system: Path) -> list[float]:
+    """Processors that each cgroup of this process may use, where it is limited: its own and those above it.
+
+    Version 2 has one tree for all resources, version 1 one for each; a container often sees its own cgroup as the root.
+    """
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        if quota != "max":
-            count = min(count, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return count
+        lines = (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError):
+        lines = ["0::/"]
+    quotas = []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        read, names = (
+            (_quota_v1, (controllers, "cpu", "cpu,cpuacct", "cpuacct,cpu"))
+            if controllers
+            else (_quota_v2, ("", "unified"))
+        )
+        for name in dict.fromkeys(names):
+            top, inside = system / "sys/fs/cgroup" / name, PurePosixPath(path.lstrip("/"))
+            quotas += [quota for part in (inside, *inside.parents) if (quota := read(top / part)) is not None]
+    return quotas
+
+
+def _quota_v2(folder: Path) -> float | None:
+    return _ratio(_words(folder / "cpu.max"))
+
+
+def _quota_v1(folder: Path) -> float | None:
+    return _ratio([*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")])
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeError):
+        return []
+
+
+def _ratio(words: list[str]) -> float | None:
+    """Quota and period, both in microseconds; "max" or a negative quota is none."""
+    try:
+        quota, period = map(int, words)
+    except ValueError:
+        return None
+    return quota / period if quota > 0 and period > 0 else None

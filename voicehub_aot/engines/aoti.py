@@ -14,11 +14,16 @@ torch's private names are used here and nowhere else. Facts about them, torch 2.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import struct
 import subprocess
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +32,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils._pytree import treespec_loads
 
-from voicehub_aot.engines import Source, StageCode, Weights, code_digest
-from voicehub_aot.engines._memory import release_pages
+from voicehub_aot.engines import Source, StageCode, Weights, _memory as memory, code_digest
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable
 from voicehub_aot.kernels import depthwise
 from voicehub_aot.target import VECTOR_BITS, Target, host_features
@@ -48,8 +52,6 @@ METADATA = FOLDER / "model.wrapper_metadata.json"
 PACKED_MARK = "_linear_pointwise"  # the packed matrix product in generated code
 
 NOMINAL_THREADS = 16  # how deep loops are made parallel for; the number that runs them is known at run time
-
-_WORTH_RELEASING = 2**20  # bytes; a library's own writable segment is smaller, and must never be given back
 
 
 def check() -> None:
@@ -185,41 +187,74 @@ def install(compiled: Path, root: Path, name: str, target: Target) -> str:
     return path.as_posix()
 
 
-class AotiStage:
-    """One opened stage. `constants` are kept alive here because the library holds bare pointers to them."""
+@dataclass(frozen=True)
+class _Bound:
+    """A loader with the tensors it reads its weights from.
 
-    def __init__(self, loader: Any, constants: dict[str, torch.Tensor]) -> None:
-        self._run = loader.run
-        self._loader, self._constants = loader, constants
+    torch keeps a handle of every tensor that it binds, for ever; so these are bound again and again over other memory.
+    """
+
+    loader: Any
+    tensors: dict[str, torch.Tensor]
+
+    def read(self, constants: Mapping[str, torch.Tensor], where: str) -> None:
+        missing = sorted(set(self.tensors) - set(constants))
+        if missing:
+            raise ArtifactCorrupt(f"{where}: the weight file lacks {', '.join(missing[:6])}; rebuild the artifact")
+        for name, tensor in self.tensors.items():
+            tensor.data = constants[name]
+        if self.tensors:
+            self.loader.load_constants(self.tensors, False, True, user_managed=True)
+
+    def let_go(self) -> None:
+        with torch.inference_mode(False):  # whoever drops a runtime may be in it
+            for tensor in self.tensors.values():
+                tensor.data = torch.empty(0, device="cpu")
+
+
+class AotiStage:
+    """One opened stage. Its constants are kept alive here because the library holds bare pointers to them."""
+
+    def __init__(self, bound: _Bound, idle: list[_Bound]) -> None:
+        """idle: where the next one to open this library finds the loader when this stage is gone."""
+        self._run = bound.loader.run
+        self._bound, self._idle = bound, idle
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """~4 us on top of the stage's own work. Thread-safe; calls beyond `runners` queue inside."""
         return self._run(inputs)  # type: ignore[no-any-return]
 
+    def __del__(self) -> None:
+        if self._bound.tensors and not sys.is_finalizing():
+            self._bound.let_go()
+            self._idle.append(self._bound)
+
 
 def open_stage(source: Source, runners: int) -> AotiStage:
+    """Raises ArtifactCorrupt if the library or a weight of it is missing or cannot be read."""
     check()
     where, library = source.where, f"{source.path}/{LIBRARY.as_posix()}"
     if library not in source.digests:
         raise ArtifactCorrupt(f"{where}: {LIBRARY} is missing; rebuild the artifact")
-    folder = pinned(source.root / source.path, source.root / library, source.digests[library])
-    try:
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(folder), "model", False, runners, -1)
-        names = loader.get_constant_fqns()
-        _check_counts(loader, source)
-    except (RuntimeError, ValueError) as error:  # ValueError: of a library without a description of its arguments
-        raise ArtifactCorrupt(f"{where}: the library cannot be opened ({_first_line(error)})") from error
-    bound: dict[str, torch.Tensor] = {}
-    if source.constants or source.outside:
-        missing = sorted(set(names) - set(source.constants))
-        if missing:
-            raise ArtifactCorrupt(f"{where}: the weight file lacks {', '.join(missing[:6])}; rebuild the artifact")
-        bound = {name: source.constants[name] for name in names}
-    if bound:
-        loader.load_constants(bound, False, True, user_managed=True)
-    else:
-        release_mapped_weights(folder / LIBRARY)
-    return AotiStage(loader, bound)
+    with _opening:
+        folder = pinned(source.root, source.path, source.digests[library])
+        idle = _idle.setdefault((folder, runners), [])
+        reads = bool(source.constants or source.outside)
+        if idle:
+            bound = idle.pop()
+        else:
+            before = memory.mappings(source.root / library)
+            try:
+                loader = torch._C._aoti.AOTIModelPackageLoader(folder, "model", False, runners, -1)
+                names = loader.get_constant_fqns() if reads else []
+                _check_counts(loader, source)
+            except (RuntimeError, ValueError) as error:  # ValueError: a library that does not describe its arguments
+                raise ArtifactCorrupt(f"{where}: the library cannot be opened ({_first_line(error)})") from error
+            if not reads:
+                unmap_packed_weights(source.root / library, before)
+            bound = _Bound(loader, {name: torch.empty(0, device="cpu") for name in names})
+    bound.read(source.constants, where)
+    return AotiStage(bound, idle)
 
 
 def _check_counts(loader: Any, source: Source) -> None:
@@ -237,39 +272,91 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-_pins: dict[tuple[int, int], tuple[str, int, int]] = {}  # (device, inode) -> digest, descriptors of folder and file
+@dataclass(frozen=True)
+class _Pin:
+    """A library that the dynamic linker knows. alone: the file had one name only when it was opened."""
+
+    digest: str
+    name: str
+    root: int  # descriptor of the artifact's folder
+    alone: bool
 
 
-def pinned(folder: Path, library: Path, digest: str) -> Path:
-    """A name of `folder` that stays right when it is moved, and that no other folder gets while this process lives.
+_opening = threading.Lock()  # over the tables below and the list of this process's mappings
+_pins: dict[tuple[int, int], _Pin] = {}  # by the library's device and inode
+_spellings = itertools.count(1)
+_idle: dict[tuple[str, int], list[_Bound]] = {}  # by the pinned name and the number of runners
 
-    library: the shared library inside; digest: its sha256. The dynamic linker never unloads an engine (its C++ has
-    unique symbols) and knows it by the path it was opened by, where the engine also looks for its packed weights.
-    Under its plain name, an artifact that was moved would not open again, and one that was replaced would run the
-    code of its predecessor. Raises ArtifactCorrupt if the very file in use was overwritten. Linux only; elsewhere
-    the plain name has to do.
+
+def pinned(root: Path, path: str, digest: str) -> str:
+    """A name of the folder `root`/`path` that stays right when it is moved, and that no other folder ever gets.
+
+    digest: sha256 of the library inside. The dynamic linker never unloads an engine (its C++ has unique symbols, and
+    thread-local ones of every thread that called it) and knows it by the path it was opened by, where the engine also
+    looks for its packed weights. Under its plain name, an artifact that was moved would not open again, and one that
+    was replaced would run the code of its predecessor. So the name starts at a descriptor of the artifact's folder,
+    one an artifact; it is closed when the folder was deleted, and the name is spelled as no earlier one was. Raises
+    ArtifactCorrupt if the very file in use was overwritten. Linux only; elsewhere the plain name has to do.
     """
     if not Path("/proc/self/fd").is_dir():
-        return folder
+        return str(root / path)
+    library = root / path / LIBRARY
     status = library.stat()
     key = (status.st_dev, status.st_ino)
     if key not in _pins:
-        _pins[key] = (digest, os.open(folder, os.O_RDONLY), os.open(library, os.O_RDONLY))
-    known, descriptor, _ = _pins[key]
-    if known != digest:
+        _forget_deleted()
+        folder = _descriptor(root)
+        name = f"/proc/self/fd/{folder}{_spelling(next(_spellings))}/{path}"
+        _pins[key] = _Pin(digest, name, folder, status.st_nlink == 1)
+    if _pins[key].digest != digest:
         raise ArtifactCorrupt(f"{library}: was overwritten while this process had it open; restart the process")
-    return Path(f"/proc/self/fd/{descriptor}")
+    return _pins[key].name
 
 
-def release_mapped_weights(library: Path) -> None:
-    """Give back the file pages of a packed library's weights: the engine has copied them and reads its copy.
+def _spelling(number: int) -> str:
+    """Slashes and dots that lead nowhere, different for every number, and few: paths are at most 4095 bytes."""
+    return "".join("/." if bit == "1" else "/" for bit in f"{number:b}")
 
-    The weights lie behind the code, at an offset of 16 KiB's multiple, to the end of the file.
+
+def _descriptor(root: Path) -> int:
+    """The one that is open already, or a new one."""
+    status = root.stat()
+    for folder in {pin.root for pin in _pins.values()}:
+        known = os.fstat(folder)
+        if (known.st_dev, known.st_ino) == (status.st_dev, status.st_ino):
+            return folder
+    return os.open(root, os.O_RDONLY)
+
+
+def _forget_deleted() -> None:
+    """Close descriptors of artifacts that nobody can open again: their folder is gone, and so are its files."""
+    for folder in {pin.root for pin in _pins.values()}:
+        mine = [key for key, pin in _pins.items() if pin.root == folder]
+        if os.fstat(folder).st_nlink == 0 and all(_pins[key].alone for key in mine):
+            for key in mine:
+                name = _pins.pop(key).name
+                for opened in [opened for opened in _idle if opened[0] == name]:
+                    del _idle[opened]
+            os.close(folder)
+
+
+def unmap_packed_weights(library: Path, before: Collection[memory.Mapping]) -> None:
+    """Take out the mapping of a packed library's weights: the engine has copied them, and would keep it for ever.
+
+    before: the library's mappings before it was opened once more. The weights lie behind the ELF image, to the end of
+    the file; the library's own segments lie inside, and must stay.
     """
-    size = library.stat().st_size
+    size, image = library.stat().st_size, _image_end(library)
+    for mapping in memory.mappings(library) - set(before):
+        behind = mapping.offset >= image and mapping.offset + mapping.length >= size
+        if mapping.permissions == "rw-p" and behind:
+            memory.unmap(mapping)
 
-    def holds_weights(permissions: str, start: int, end: int, offset: int) -> bool:
-        large = end - start >= _WORTH_RELEASING
-        return permissions == "rw-p" and large and offset % 16384 == 0 and offset + (end - start) >= size
 
-    release_pages(library, holds_weights)
+def _image_end(library: Path) -> int:
+    """Where the section headers end, which are an ELF file's last part."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    (table,) = struct.unpack_from("<Q", header, 0x28)
+    size, count = struct.unpack_from("<HH", header, 0x3A)
+    return int(table + size * count)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from voicehub_aot.engines import WEIGHTS, Source, _onnx
-from voicehub_aot.engines._memory import release_pages
+from voicehub_aot.engines import WEIGHTS, Source, _memory, _onnx
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
 
 if TYPE_CHECKING:
@@ -105,7 +104,8 @@ def _session(source: Source, device: str) -> onnxruntime.InferenceSession:
             "its libraries for this device are missing or do not match"
         )
     session.kept = values  # the session reads in place what it did not lay out anew
-    release_pages(source.root / WEIGHTS, lambda *_: True)  # of matrices it now has its own layout
+    for mapping in _memory.mappings(source.root / WEIGHTS):  # of matrices it now has its own layout
+        _memory.release(mapping)
     return session
 
 
