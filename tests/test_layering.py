@@ -23,6 +23,7 @@ LAYERS = {
     "synthetic": {"errors"},
     "checkpoint": {"errors"},
     "target": {"errors"},
+    "toolchain": {"errors"},
     "forks": {"errors"},
     "program": {"errors"},
     "solver": {"program", "schedule", "errors"},
@@ -38,7 +39,7 @@ LAYERS = {
     "flops": {"stage"},
     "choice": {"errors"},
     "few_rows": {"engines", "kernels", "stage"},
-    "engines": {"kernels", "bucket", "region", "program", "reading", "target", "errors"},
+    "engines": {"toolchain", "kernels", "bucket", "region", "program", "reading", "target", "errors"},
     "sampler": {"program", "guidance", "kernels", "errors"},
     "artifacts": {"program", "bucket", "reading", "region", "target", "errors"},
 }
@@ -55,7 +56,7 @@ LAYERS["parity"] = {"noise", "recording", "runtime", "artifacts", "region", "err
 LAYERS["verify"] = {"parity", "recording", "loading", "artifacts", "errors"}
 LAYERS["options"] = {"engines", "choice", "bucket", "program", "target", "errors"}
 LAYERS["jobs"] = {"options", "few_rows", "engines", "export", "stage", "stacked", "bucket", "region"}
-LAYERS["engine_cache"] = {"jobs", "options", "engines", "artifacts", "target"}
+LAYERS["engine_cache"] = {"errors", "jobs", "options", "engines", "artifacts", "target"}
 LAYERS["compilation"] = {
     "engine_cache",
     "jobs",
@@ -70,7 +71,7 @@ LAYERS["compilation"] = {
 LAYERS["assembly"] = {"compilation", "jobs", "options", "engines", "stage", "choice", "artifacts", "__init__"}
 LAYERS["assembly"] |= {"flops", "bucket", "program", "region"}
 LAYERS["build"] = LAYERS["assembly"] | LAYERS["compilation"] | {"assembly", "few_rows", "loading", "runtime", "parity"}
-LAYERS["build"] |= {"noise", "recording", "step_times", "verify"}
+LAYERS["build"] |= {"engines", "noise", "recording", "step_times", "verify"}
 LAYERS["models"] = {"assembly", "build", "engine_cache", "adapters", "artifacts", "checkpoint", "golden", "program"}
 LAYERS["models"] |= {"synthetic", "errors"}
 LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
@@ -80,7 +81,7 @@ LAYERS["triton_model"] = {"__init__", "errors"}
 LAYERS["bundle"] = {"artifacts", "engines", "region", "program", "guidance", "errors"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
 LAYERS["console"] = {"options", "errors"}
-LAYERS["inspection"] = {"console", "engine_cache", "engines", "artifacts", "target"}
+LAYERS["inspection"] = {"toolchain", "console", "engine_cache", "engines", "artifacts", "target"}
 LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 

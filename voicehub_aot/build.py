@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,16 +14,16 @@ from typing import Any
 
 import torch
 
-from voicehub_aot import few_rows, parity, step_times
+from voicehub_aot import engines, few_rows, parity, step_times
 from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.assembly import Model, Parts, assemble, sign_again
 from voicehub_aot.bucket import Buckets, waste
 from voicehub_aot.choice import EAGER, choose, label, noise
 from voicehub_aot.compilation import Compiled, compile_all
-from voicehub_aot.engine_cache import cache_dir
+from voicehub_aot.engine_cache import cache_dir, inductor_cache
 from voicehub_aot.engines.eager import EagerEvaluator
-from voicehub_aot.errors import BuildError, GateFailed, MissingDependency, ParityFailed
+from voicehub_aot.errors import BuildError, GateFailed, MissingDependency, ParityFailed, Unsupported, UsageError
 from voicehub_aot.export import MAX_ROWS, export_region
 from voicehub_aot.jobs import plan_jobs, size_spans
 from voicehub_aot.loading import load
@@ -61,8 +60,8 @@ def build(
     progress = progress or Progress()
     start = time.perf_counter()
     cache = options.cache or cache_dir()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    with store.writing(output, options.replace) as folder:
+    options, unable = able(options, cache, progress)
+    with store.writing(output, options.replace) as folder, inductor_cache(cache):
         progress.stage(f"export {model.region.spec.name}")
         graph, symbols = export_region(model.region)
         progress.stage("split by binding time")
@@ -70,9 +69,32 @@ def build(
         options = decided(options, staged)
         parts = Parts(model, options, staged, symbols, settings)
         compiled, left_out = _compile(parts, cache, start, progress)
+        left_out = {**unable, **left_out}
         if not options.parity and not options.auto:
             return assemble(parts, compiled, folder, options.choice)
         return _Proof(parts, compiled, left_out, start, progress).finish(folder, output)
+
+
+def able(options: Options, cache: Path, progress: Progress) -> tuple[Options, dict[str, str]]:
+    """The options with the engines that can be compiled here, and why others cannot, told before the long work.
+
+    An engine asked for by name is never left out: its error is raised.
+    """
+    if options.engines_from is not None:  # nothing is compiled
+        return options, {}
+    unable: dict[str, str] = {}
+    for name in options.engines:
+        try:
+            engines.get(name).check_build(cache)
+        except (Unsupported, UsageError, MissingDependency) as error:
+            if not options.auto:
+                raise
+            unable[name] = str(error)
+            progress.stage(f"left out {name}: {error}")
+    left = tuple(name for name in options.engines if name not in unable)
+    if not left:
+        raise BuildError(f"no engine can be compiled here: {unable}")
+    return replace(options, engines=left), unable
 
 
 def decided(options: Options, staged: Staged) -> Options:

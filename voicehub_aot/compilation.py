@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +18,7 @@ from voicehub_aot import engines
 from voicehub_aot.artifacts.manifest import EngineEntry
 from voicehub_aot.engine_cache import cached_engine, compile_into_cache, engine_payload, payload_key
 from voicehub_aot.engines import StageCode
-from voicehub_aot.errors import VersionUnsupported
+from voicehub_aot.errors import CompileFailed, VersionUnsupported
 from voicehub_aot.export import export_program, named_dims
 from voicehub_aot.jobs import MAX_EVALUATIONS, Job, dynamic_axes, size_spans
 from voicehub_aot.options import Options, Progress
@@ -135,7 +136,13 @@ def _compile_waiting(
             pending[future] = item
             progress.engine(item.job.name, "compile")
         for future in as_completed(pending):
-            seconds = future.result()
+            try:
+                seconds = future.result()
+            except BrokenProcessPool as error:
+                raise CompileFailed(
+                    f"{pending[future].job.name}: a compile worker was killed, for lack of memory most likely; "
+                    "build with --jobs 1, or give the build more memory"
+                ) from error
             progress.engine(pending[future].job.name, "done", seconds)
             yield replace(pending[future], seconds=seconds)
 

@@ -11,7 +11,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.engines import StageCode
+from voicehub_aot.errors import UsageError
 from voicehub_aot.jobs import Job
 from voicehub_aot.options import Options
 from voicehub_aot.target import Target
@@ -33,7 +35,23 @@ def cache_dir() -> Path:
     """$VOICEHUB_AOT_CACHE_DIR, else $XDG_CACHE_HOME/voicehub-aot, else ~/.cache/voicehub-aot."""
     own = os.environ.get("VOICEHUB_AOT_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else (Path(base) if base else Path.home() / ".cache") / "voicehub-aot"
+    try:
+        return Path(own) if own else (Path(base) if base else Path.home() / ".cache") / "voicehub-aot"
+    except RuntimeError as error:  # no HOME, and nobody of this number in the system's list
+        raise UsageError(f"no folder to keep finished engines in ({error}); set VOICEHUB_AOT_CACHE_DIR") from error
+
+
+@contextmanager
+def inductor_cache(cache: Path) -> Iterator[None]:
+    """Inductor's own files below our cache while the block runs, unless the user says where; then as before."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        yield
+        return
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
+    try:
+        yield
+    finally:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
 
 def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:

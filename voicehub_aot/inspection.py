@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from voicehub_aot import console
+from voicehub_aot import console, toolchain
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.engine_cache import cache_dir
 from voicehub_aot.engines.aoti import compiler_version
@@ -133,7 +132,8 @@ def doctor() -> dict[str, str]:
         **versions,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "compiler": compiler_version() if shutil.which("g++") else "none: building needs g++, running does not",
+        "compiler": compiler_version(),
+        "toolchain": toolchain.describe(cache_dir()),
         "default target": default_target(),
         "vector extensions": " ".join(sorted(f for f in host_features() if f.startswith(("avx", "amx", "fma")))) or "-",
         "threads": str(usable_threads()),

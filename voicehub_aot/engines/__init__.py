@@ -107,6 +107,12 @@ class Engine(Protocol):
     def check(self) -> None:
         """Raises EngineUnavailable or MissingDependency if this machine cannot build or run it."""
 
+    def check_build(self, cache: Path) -> None:
+        """Raises EngineUnavailable or UsageError, within seconds, if nothing can be compiled here.
+
+        cache: where finished engines are kept.
+        """
+
     def reads_weight_file(self, weights: Weights) -> bool:
         """False if compiled stages hold their weights."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils._pytree import treespec_loads
 
+from voicehub_aot import toolchain
 from voicehub_aot.engines import Source, StageCode, Weights, _memory as memory, code_digest
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable, OptionUnsupported
 from voicehub_aot.kernels import depthwise
@@ -60,6 +62,12 @@ def check() -> None:
         raise EngineUnavailable(f"this torch ({torch.__version__}) has no AOTInductor runtime; install another build")
 
 
+def check_build(cache: Path) -> None:
+    """It compiles C++."""
+    toolchain.check_folders(cache)
+    toolchain.check_compiler(cache)
+
+
 def reads_weight_file(weights: Weights) -> bool:
     return weights == "shared"
 
@@ -81,12 +89,12 @@ def versions() -> dict[str, str]:
 
 @cache
 def compiler_version() -> str:
-    compiler = os.environ.get("CXX", "g++")
     try:
-        text = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        words = [*shlex.split(toolchain.compiler()), "--version"]
+        text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    except (OSError, ValueError, subprocess.CalledProcessError):
         return "unknown"
-    return text.splitlines()[0]
+    return (text.splitlines() or ["unknown"])[0]
 
 
 def options(weights: Weights, target: Target) -> dict[str, Any]:
