@@ -110,7 +110,7 @@ def _open_runtime(
     torch.set_num_threads(threads)
     programs = store.read_programs(root, manifest)
     tensors = store.map_tensors(root / store.WEIGHTS)
-    prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency)) for entry in entries]
+    prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency, threads)) for entry in entries]
     tables = {name: _table(program, manifest, tensors, where) for name, program in programs.items()}
     evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch)
     return Runtime(
@@ -157,7 +157,7 @@ def _chosen(manifest: Manifest, engine: str | None, where: str) -> list[EngineEn
 
 
 def _open(
-    root: Path, entry: EngineEntry, manifest: Manifest, tensors: Mapping[str, torch.Tensor], runners: int
+    root: Path, entry: EngineEntry, manifest: Manifest, tensors: Mapping[str, torch.Tensor], runners: int, threads: int
 ) -> StageEngine:
     where = f"{root.name}: {entry.path}"
     for spec in entry.constants:
@@ -166,7 +166,7 @@ def _open(
             raise ArtifactCorrupt(f"{where}: weight {spec.name!r} is missing or not {spec.dtype} {list(spec.shape)}")
     digests = {name: file.sha256 for name, file in manifest.files.items()}
     constants = {spec.name: tensors[spec.name] for spec in entry.constants}
-    source = Source(root, entry.path, digests, entry.inputs, entry.outputs, constants, where)
+    source = Source(root, entry.path, digests, entry.inputs, entry.outputs, constants, where, threads)
     return engines.get(entry.engine).open_stage(source, runners)
 
 

@@ -66,7 +66,8 @@ class Source:
     """One stage in an artifact whose digests were verified.
 
     root: the artifact. path: the engine's file or folder inside. digests: sha256 by file. constants: the weights it
-    reads from the weight file, by name, checked for shape and dtype. where: for error texts.
+    reads from the weight file, by name, checked for shape and dtype. where: for error texts. threads: to compute
+    with; 0 = as many as torch has.
     """
 
     root: Path
@@ -76,6 +77,7 @@ class Source:
     outputs: tuple[TensorSpec, ...]
     constants: Mapping[str, torch.Tensor]
     where: str
+    threads: int = 0
 
 
 class StageEngine(Protocol):

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from voicehub_aot.engines import Source, StageCode, Weights, _memory as memory, code_digest
-from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable
+from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable, OptionUnsupported
 from voicehub_aot.kernels import depthwise
 from voicehub_aot.target import VECTOR_BITS, Target, host_features
 
@@ -221,6 +221,11 @@ class AotiStage:
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """~4 us on top of the stage's own work. Thread-safe; calls beyond `runners` queue inside."""
+        if torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16":
+            raise OptionUnsupported(
+                f"{NAME}: this process computes float32 products in bfloat16, which is not what parity was proven for; "
+                "torch.set_float32_matmul_precision('high') or 'highest' keeps float32 on the CPU"
+            )
         return self._run(inputs)  # type: ignore[no-any-return]
 
     def __del__(self) -> None:
