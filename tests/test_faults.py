@@ -180,13 +180,15 @@ def test_another_artifact_at_the_same_place_is_not_taken_for_its_predecessor(cop
 
 
 def test_an_engine_that_was_overwritten_while_in_use_is_refused(tmp_path: Path) -> None:
-    (tmp_path / LIBRARY).write_text("in use")
-    name = aoti.pinned(tmp_path, tmp_path / LIBRARY, "digest")
-    assert (name / LIBRARY).read_text() == "in use"
-    assert aoti.pinned(tmp_path, tmp_path / LIBRARY, "digest") == name
-    (tmp_path / LIBRARY).write_text("overwritten")
+    library = tmp_path / "step" / aoti.LIBRARY
+    library.parent.mkdir(parents=True)
+    library.write_text("in use")
+    name = aoti.pinned(tmp_path, "step", "digest")
+    assert Path(name, aoti.LIBRARY).read_text() == "in use"
+    assert aoti.pinned(tmp_path, "step", "digest") == name
+    library.write_text("overwritten")
     with pytest.raises(ArtifactCorrupt, match="was overwritten while this process had it open; restart"):
-        aoti.pinned(tmp_path, tmp_path / LIBRARY, "another digest")
+        aoti.pinned(tmp_path, "step", "another digest")
 
 
 # --- built wrongly: digests are right, the content is not

@@ -1,4 +1,4 @@
-"""What the process around a runtime does to it: forks, copies, settings of torch, files that change, few descriptors."""
+"""What the process around a runtime does to it: forks, copies, torch's settings, changed files, few descriptors."""
 
 from __future__ import annotations
 
@@ -131,11 +131,15 @@ def test_the_mapping_of_packed_weights_is_taken_out_and_the_librarys_own_are_not
     assert sampled(runtime).isfinite().all()
 
 
+def descriptors() -> list[int]:
+    return [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+
+
 @contextmanager
 def at_most_descriptors(further: int) -> Iterator[None]:
     """All taken but so many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(descriptors()) + 8, hard))
     taken = []
     try:
         with suppress(OSError):
@@ -151,25 +155,25 @@ def at_most_descriptors(further: int) -> Iterator[None]:
 
 
 def test_artifacts_that_come_and_go_leave_no_descriptor(mine: Path) -> None:
-    """As many as there are more than descriptors; each at the same place as the one before, which is not run instead."""
+    """Each is at the place of the one before, which is not run in its stead."""
     want = sampled(load(mine, threads=1))
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors())
     for number in range(12):
         other = mine.with_name("other.aot")
         copytree(mine, other)
         rmtree(mine)
         other.rename(mine)
         assert torch.equal(sampled(load(mine, threads=1)), want), number
-    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert len(descriptors()) <= before + 1
 
 
 def test_artifacts_that_stay_take_one_descriptor_each(mine: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors())
     kept = []
     for number in range(4):
         copytree(mine, mine.with_name(f"{number}.aot"))
         kept.append(load(mine.with_name(f"{number}.aot"), threads=1))
-    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    assert len(descriptors()) <= before + 4
 
 
 @pytest.mark.parametrize("further", range(5))
@@ -200,7 +204,8 @@ path, threads, computes, inside = sys.argv[1], int(sys.argv[2]), sys.argv[3] == 
 
 def sampled(runtime):
     sizes = {"B": 1, "frames": 16, "text": 5}
-    given = {i.name: torch.ones([sizes.get(s, s) for s in i.shape], dtype=i.torch_dtype) for i in runtime.spec.conditioning}
+    inputs = runtime.spec.conditioning
+    given = {i.name: torch.ones([sizes.get(s, s) for s in i.shape], dtype=i.torch_dtype) for i in inputs}
     return runtime.sample(seed=1, lengths=[16], **given).sum().item()
 
 runtime = voicehub_aot.load(path, threads=threads)

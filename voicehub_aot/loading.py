@@ -118,7 +118,7 @@ def _open_runtime(
     torch.set_num_threads(threads)
     programs = store.read_programs(root, manifest)
     tensors = store.map_tensors(root / store.WEIGHTS)
-    prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency)) for entry in entries]
+    prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency, threads)) for entry in entries]
     tables = {name: store.time_table(program, manifest, tensors) for name, program in programs.items()}
     evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch)
     return Runtime(
@@ -165,13 +165,13 @@ def _chosen(manifest: Manifest, engine: str | None, where: str) -> list[EngineEn
 
 
 def _open(
-    root: Path, entry: EngineEntry, manifest: Manifest, tensors: Mapping[str, torch.Tensor], runners: int
+    root: Path, entry: EngineEntry, manifest: Manifest, tensors: Mapping[str, torch.Tensor], runners: int, threads: int
 ) -> StageEngine:
     where = f"{root.name}: {entry.path}"
     digests = {name: file.sha256 for name, file in manifest.files.items()}
     constants = store.constants(entry, manifest, tensors)
     outside = engines.get(entry.engine).reads_weight_file(manifest.weights_mode)
-    source = Source(root, entry.path, digests, entry.inputs, entry.outputs, constants, where, outside)
+    source = Source(root, entry.path, digests, entry.inputs, entry.outputs, constants, where, outside, threads)
     return engines.get(entry.engine).open_stage(source, runners)
 
 

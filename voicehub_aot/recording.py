@@ -93,9 +93,9 @@ def draw(spec: RegionSpec, case: Case, seed: int) -> dict[str, Any]:
         if item.dtype == "bool":
             tensor = example_mask(shape, generator)
         elif item.dtype == "int64":
-            tensor = torch.randint(item.low, item.high, shape, generator=generator)
+            tensor = torch.randint(item.low, item.high, shape, generator=generator, device="cpu")
         else:
-            tensor = torch.randn(shape, generator=generator)
+            tensor = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         for axis, dim in enumerate(item.shape):
             for row, length in enumerate(lengths.get(str(dim), [])):
                 beyond = tensor[row].narrow(axis - 1, length, shape[axis] - length)
@@ -124,7 +124,7 @@ def step_noise(program: Program, state: torch.Tensor, seed: int) -> torch.Tensor
     if not program.noises:
         return None
     generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randn([len(program.noises), *state.shape], generator=generator)
+    return torch.randn([len(program.noises), *state.shape], generator=generator, dtype=torch.float32, device="cpu")
 
 
 def evaluation(runtime: Runtime, case: Case, row: int, request: Mapping[str, Any]) -> torch.Tensor:

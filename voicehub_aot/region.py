@@ -298,7 +298,7 @@ class Region:
 
 def example_mask(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     """A mask or switch, random but for its first position: a mask that reaches nothing is no example."""
-    mask = torch.rand(list(shape), generator=generator) < 0.5
+    mask = torch.rand(list(shape), generator=generator, dtype=torch.float32, device="cpu") < 0.5
     if len(shape) > 1:
         mask[..., 0] = True
     return mask

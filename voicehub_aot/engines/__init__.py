@@ -67,7 +67,7 @@ class Source:
 
     root: the artifact. path: the engine's file or folder inside. digests: sha256 by file. constants: the weights it
     reads from the weight file, by name, checked for shape and dtype. where: for error texts. outside: the engine holds
-    no weights, so `constants` must be all that it asks for.
+    no weights, so `constants` must be all that it asks for. threads: to compute with; 0 = as many as torch has.
     """
 
     root: Path
@@ -78,6 +78,7 @@ class Source:
     constants: Mapping[str, torch.Tensor]
     where: str
     outside: bool = False
+    threads: int = 0
 
 
 class StageEngine(Protocol):

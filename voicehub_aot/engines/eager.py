@@ -39,7 +39,9 @@ class EagerPrepared:
 
     def _call(self, row: int, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         spec, dtype = self.evaluator.region.spec, self.evaluator.dtype
-        clock = {n: torch.tensor([t], dtype=dtype) for n, t in self.program.clock(row, spec.time.name).items()}
+        clock = {
+            n: torch.tensor([t], dtype=dtype, device="cpu") for n, t in self.program.clock(row, spec.time.name).items()
+        }
         with torch.no_grad():
             result = self.evaluator.region.module(**{spec.state.name: state.to(dtype)}, **clock, **self.inputs)
         return result if isinstance(result, tuple) else (result,)

@@ -3,7 +3,7 @@
 One graph with varying sizes serves every bucket, so its weights are laid out for the matrix library once, when it is
 opened. A session per bucket would each hold that layout again (Python cannot share it), and fixed sizes gain nothing.
 
-The session's threads are as many as torch has when it opens. They spin within a call and stop with it: torch's own work
+The session's threads are as many as `load` was given. They spin within a call and stop with it: torch's own work
 between two steps needs the same processors.
 """
 
@@ -85,7 +85,7 @@ def _session(source: Source, device: str) -> onnxruntime.InferenceSession:
     if source.path not in source.digests:
         raise ArtifactCorrupt(f"{source.where}: the graph is missing; rebuild the artifact")
     options = ort.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = source.threads or torch.get_num_threads()
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.enable_mem_pattern = False  # plans memory for one set of sizes, and keeps it for every further one

@@ -55,7 +55,7 @@ def open_stage(source: Source, runners: int) -> RequestStage:
     openvino = _package()
     if source.path not in source.digests:
         raise ArtifactCorrupt(f"{source.where}: the graph is missing; rebuild the artifact")
-    threads = torch.get_num_threads()
+    threads = source.threads or torch.get_num_threads()
     options = {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
