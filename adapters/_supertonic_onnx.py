@@ -251,19 +251,17 @@ def sizes(where: str, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     named = {name.removeprefix(prefix): tuple(w.shape) for name, w in weights.items()}
     missing = sorted({k for k, axis in SIZES.values() if len(named.get(k, ())) <= axis})
     if not prefix or missing:
-        wanted = ", ".join(prefix + key for key in missing) or " or ".join(p + "…" for p in PREFIXES)
+        wanted = ", ".join(missing) or " or ".join(p + "…" for p in PREFIXES)
         raise CheckpointMismatch(f"{where}: not a Supertonic vector estimator; not found, or of another rank: {wanted}")
 
     def count(pattern: str) -> int:
-        """Different numbers at the pattern's group: a block is there if any of its tensors is."""
-        numbered = re.compile(FIELD.replace(".", r"\.") + pattern)
-        return len({match[1] for match in map(numbered.match, named) if match})
+        return sum(re.fullmatch(FIELD.replace(".", r"\.") + pattern, name) is not None for name in named)
 
     return {
         "version": PREFIXES[prefix],
         **{name: named[key][axis] for name, (key, axis) in SIZES.items()},
-        "dilations_0": tuple(2**i for i in range(count(r"main_blocks\.0\.convnext\.(\d+)\."))),
-        "n_blocks": count(r"main_blocks\.(\d+)\.linear\.linear\."),
-        "n_last_convnext": count(r"last_convnext\.convnext\.(\d+)\."),
+        "dilations_0": tuple(2**i for i in range(count(r"main_blocks\.0\.convnext\.\d+\.gamma"))),
+        "n_blocks": count(r"main_blocks\.\d+\.linear\.linear\.weight"),
+        "n_last_convnext": count(r"last_convnext\.convnext\.\d+\.gamma"),
         "guidance_in_graph": any(name.startswith("uncond_masker.") for name in named),
     }

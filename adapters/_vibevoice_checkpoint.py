@@ -131,10 +131,8 @@ def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, di
     weights: dict[str, Tensor] = {}
     for file in _files(path):
         weights |= _head(file)
-    if isinstance(config, str):
-        return _sizes(weights, CONFIGS[config]), weights
     if config is not None:
-        return config, weights
+        return CONFIGS[config] if isinstance(config, str) else config, weights
     released = CONFIGS["VibeVoice-1.5B"]
     found = _sizes(weights, released)
     return next((known for known in CONFIGS.values() if _sizes(weights, known) == known), found), weights

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from voicehub_aot.adapters._voxcpm_dit import Config, LocDiT
-from voicehub_aot.checkpoint import check_weights, read_tensors
+from voicehub_aot.checkpoint import check_shapes, read_tensors
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 
 NAME = "voxcpm"
@@ -267,5 +267,5 @@ def read_checkpoint(path: Path, config: str | Config | None = None) -> tuple[Con
                 "put config.json there, or choose with --config"
             )
         found = fitting[0]
-    check_weights(str(file), weights, checkpoint_shapes(found))
+    check_shapes(str(file), weights, checkpoint_shapes(found))
     return found, weights

@@ -38,7 +38,7 @@ from voicehub_aot.adapters import _mel_flow
 from voicehub_aot.adapters._causal_decoder import ConditionalDecoder, DecoderConfig
 from voicehub_aot.adapters._flow_checkpoint import decoder_config, decoder_fault, decoder_sizes, find, read_estimator
 from voicehub_aot.adapters._mel_flow import case_program as case_program
-from voicehub_aot.checkpoint import check_weights, loaded
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program, check_options
@@ -151,7 +151,7 @@ def _spec(config: DecoderConfig) -> RegionSpec:
 
 
 def region(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Region:
-    check_weights(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
+    check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
     return Region(_spec(config), loaded(_network(config), weights, PREFIX))
 
 

@@ -50,7 +50,7 @@ from voicehub_aot.adapters._flow_checkpoint import (
     size,
 )
 from voicehub_aot.adapters._mel_flow import case_program as case_program
-from voicehub_aot.checkpoint import check_weights, loaded
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program, check_options
@@ -223,7 +223,7 @@ def _spec(config: Config) -> RegionSpec:
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     weights = {**formula_weights(config), **weights}
-    check_weights(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
+    check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
     return Region(_spec(config), loaded(_network(config), weights, PREFIX))
 
 

@@ -44,7 +44,7 @@ from voicehub_aot.adapters._echo_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._echo_net import Config, EchoDiT, LatentEncoder
-from voicehub_aot.checkpoint import check_weights, loaded
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import Branch, Guidance
@@ -74,7 +74,7 @@ TRAITS = Traits(
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     config, weights = denoiser_part(config, weights)
-    check_weights(f"{NAME} denoiser", weights, checkpoint_shapes(config))
+    check_shapes(f"{NAME} denoiser", weights, checkpoint_shapes(config))
     return Region(_spec(config), loaded(network(config), weights))
 
 

@@ -42,7 +42,7 @@ from voicehub_aot.adapters._f5_checkpoint import (
 )
 from voicehub_aot.adapters._f5_dit import Config
 from voicehub_aot.adapters._f5_unett import UNetTConfig
-from voicehub_aot.checkpoint import check_weights, loaded
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
@@ -131,7 +131,7 @@ def _spec(config: Config) -> RegionSpec:
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     weights = {**formula_weights(config), **weights}
-    check_weights(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
+    check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
     return Region(_spec(config), loaded(network(config), weights, PREFIX))
 
 

@@ -45,7 +45,7 @@ from voicehub_aot.adapters._irodori_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._irodori_net import Config, TextToLatentRFDiT
-from voicehub_aot.checkpoint import check_weights, loaded
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import OptionUnsupported, UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.guidance import Branch, Guidance
@@ -77,7 +77,7 @@ TRAITS = Traits(
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     weights = checkpoints.without(weights, OUTSIDE)
-    check_weights(f"{NAME} denoiser", weights, checkpoint_shapes(config))
+    check_shapes(f"{NAME} denoiser", weights, checkpoint_shapes(config))
     return Region(_spec(config), loaded(network(config), weights))
 
 

@@ -43,7 +43,7 @@ from voicehub_aot.adapters._styletts2_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._styletts2_net import Config
-from voicehub_aot.checkpoint import check_weights, loaded
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import OptionUnsupported, UsageError
 from voicehub_aot.guidance import Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
@@ -119,7 +119,7 @@ def _spec(config: Config) -> RegionSpec:
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    check_weights(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
+    check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
     return Region(_spec(config), loaded(network(config), weights, PREFIX))
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from voicehub_aot.adapters._supertonic_net import Config, VectorEstimator
 from voicehub_aot.adapters._supertonic_onnx import STYLE_KEY, read_graph, sizes
-from voicehub_aot.checkpoint import check_weights, loaded, read_tensors
+from voicehub_aot.checkpoint import check_shapes, loaded, read_tensors
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
@@ -157,7 +157,7 @@ def read_checkpoint(path: Path, config: str | Config | None = None) -> tuple[Con
             chosen = Config(**{**defaults, **values})
         except UsageError as error:
             raise CheckpointMismatch(f"{file}: {error}") from error
-    check_weights(str(file), weights, checkpoint_shapes(chosen))
+    check_shapes(str(file), weights, checkpoint_shapes(chosen))
     return chosen, weights
 
 
@@ -210,7 +210,7 @@ def _spec(config: Config) -> RegionSpec:
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    check_weights("supertonic", weights, checkpoint_shapes(config))
+    check_shapes("supertonic", weights, checkpoint_shapes(config))
     module = _skeleton(config)
     ours = {name: weights[_released_key(config, name)] for name in module.state_dict()}
     return Region(_spec(config), loaded(module, ours))

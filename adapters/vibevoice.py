@@ -36,7 +36,7 @@ from voicehub_aot.adapters._vibevoice_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._vibevoice_head import PREFIX, Config, PredictionHead, module_state
-from voicehub_aot.checkpoint import check_weights, loaded
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import UsageError
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
@@ -109,7 +109,7 @@ def _spec(config: Config) -> RegionSpec:
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    check_weights(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
+    check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
     with torch.device("meta"):
         module = PredictionHead(config)
     bare = {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()}

@@ -39,7 +39,7 @@ from voicehub_aot.adapters._voxcpm_checkpoint import (
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters._voxcpm_dit import Config
-from voicehub_aot.checkpoint import check_weights, loaded
+from voicehub_aot.checkpoint import check_shapes, loaded
 from voicehub_aot.errors import OptionUnsupported, UsageError
 from voicehub_aot.guidance import EQUATIONS, LEAST_SQUARE, Branch, Guidance
 from voicehub_aot.program import Program, check_options, probe
@@ -125,7 +125,7 @@ def _spec(config: Config) -> RegionSpec:
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    check_weights(NAME, weights, checkpoint_shapes(config))
+    check_shapes(NAME, weights, checkpoint_shapes(config))
     return Region(_spec(config), loaded(network(config), weights, PREFIX))
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from voicehub_aot.checkpoint import check_weights, locate, read_tensors
+from voicehub_aot.checkpoint import check_shapes, locate, read_tensors
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency
 
 WEIGHTS = {"proj.weight": torch.arange(6.0).reshape(2, 3)}
@@ -167,7 +167,7 @@ def test_a_pickle_of_other_objects_is_refused_unopened(tmp_path):
     file = tmp_path / "model.pt"
     torch.save({"payload": Payload()}, file)
 
-    with pytest.raises(CheckpointMismatch, match=r"holds a tests\.test_checkpoint\.Payload, which is not a tensor"):
+    with pytest.raises(CheckpointMismatch, match=r"unreadable .*Weights only load failed"):
         read_tensors(file)
 
 
@@ -191,18 +191,18 @@ def test_an_absent_file_is_unreadable(tmp_path, name):
         read_tensors(tmp_path / name)
 
 
-# check_weights
+# check_shapes
 
 
 def test_matching_weights_pass_in_silence():
-    check_weights("tiny", WEIGHTS, {"proj.weight": (2, 3)})
+    check_shapes("tiny", WEIGHTS, {"proj.weight": (2, 3)})
 
 
 def test_all_three_kinds_of_mismatch_stand_in_one_message():
     weights = {**WEIGHTS, "extra.bias": torch.zeros(1)}
 
     with pytest.raises(CheckpointMismatch) as caught:
-        check_weights("tiny", weights, {"proj.weight": (3, 2), "norm.weight": (2,)})
+        check_shapes("tiny", weights, {"proj.weight": (3, 2), "norm.weight": (2,)})
 
     assert str(caught.value) == (
         "tiny: the checkpoint is not this model's. 1 missing: norm.weight; 1 unexpected: extra.bias; "
@@ -213,4 +213,4 @@ def test_all_three_kinds_of_mismatch_stand_in_one_message():
 
 def test_long_lists_are_cut_with_the_number_left_out():
     with pytest.raises(CheckpointMismatch, match=r"30 missing: k00, .*k11, and 18 more\."):
-        check_weights("tiny", {}, {f"k{i:02}": (1,) for i in range(30)})
+        check_shapes("tiny", {}, {f"k{i:02}": (1,) for i in range(30)})

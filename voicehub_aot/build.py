@@ -270,7 +270,7 @@ def _failed(report: reports.ParityReport, folder: Path, output: Path) -> ParityF
     worst = report.failures[0]
     return ParityFailed(
         f"{report.model}: {len(report.failures)} of {len(report.rows)} parity rows failed, first {worst.name}: "
-        f"{worst.verdict}{f'; {worst.note}' if worst.note else ''}. No artifact was written, see {kept}"
+        f"distance {worst.distance:.3g}, budget {worst.budget:.3g} {worst.note}; no artifact was written, see {kept}"
     )
 
 

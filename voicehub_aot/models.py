@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 from voicehub_aot import adapters
 from voicehub_aot.artifacts.manifest import Checkpoint
@@ -17,26 +15,24 @@ from voicehub_aot.assembly import Model
 from voicehub_aot.build import config_values
 from voicehub_aot.checkpoint import locate
 from voicehub_aot.engine_cache import weights_digest
-from voicehub_aot.errors import AotError, UnknownModel, UsageError
+from voicehub_aot.errors import UnknownModel, UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program
 from voicehub_aot.synthetic import synthetic_weights
 
 SYNTHETIC = "synthetic"
 MAX_STEPS = 4096  # of a program; no schedule of a released model has more
-LARGEST_SIZE = 2**22  # of a hyperparameter: beyond any vocabulary, width or position table
 
 
 def resolve(model: str, config: str | None, weights: str, values: Mapping[str, Any] | None = None) -> Model:
     """weights: "synthetic", a local path, or hf:owner/name[@revision][:file].
 
     config: a released name (default the adapter's, or what the checkpoint says), or a .json file of hyperparameters
-    in upstream's names. values: such hyperparameters, already read. A checkpoint's tensors decide on sizes (a
-    fine-tune may have another vocabulary or depth) unless hyperparameters are given, which it then has to match.
-    Raises UnknownModel, UsageError or CheckpointMismatch.
+    in upstream's names. values: such hyperparameters, already read. Raises UnknownModel, UsageError or
+    CheckpointMismatch.
     """
     adapter = adapters.load(model)
-    named = _named_config(adapter, config) if values is None else _config_from(adapter, values, "its configuration")
+    named = _named_config(adapter, config) if values is None else adapter.config_from(values)
     if weights == SYNTHETIC:
         chosen = named if named is not None else adapter.CONFIGS[adapter.DEFAULT_CONFIG]
         released = getattr(adapter, "RELEASED_DTYPE", torch.float32)
@@ -45,9 +41,8 @@ def resolve(model: str, config: str | None, weights: str, values: Mapping[str, A
         return _model(adapter, config or adapter.DEFAULT_CONFIG, chosen, state, SYNTHETIC)
     files = adapter.HUB_FILES.get(config or "", adapter.HUB_FILES[adapter.DEFAULT_CONFIG])
     path = locate(weights, files)
-    by_name = values is None and config in adapter.CONFIGS
     found, state = adapter.read_checkpoint(path, config if config in adapter.CONFIGS else named)
-    chosen = found if named is None or by_name else named
+    chosen = named if named is not None else found
     return _model(adapter, config or _config_name(adapter, chosen), chosen, state, weights)
 
 
@@ -87,49 +82,12 @@ def _named_config(adapter: adapters.Adapter, config: str | None) -> Any:
         return adapter.CONFIGS[config]
     if config.endswith(".json"):
         try:
-            values = json.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            return adapter.config_from(json.loads(Path(config).read_text()))
+        except (OSError, ValueError) as error:
             raise UsageError(f"--config {config!r}: unreadable ({error}); wanted a JSON object") from error
-        return _config_from(adapter, values, f"--config {config!r}")
     raise UnknownModel(
         f"{adapter.NAME}: config {config!r} is not known; known are {', '.join(adapter.CONFIGS)}, or give a .json file"
     )
-
-
-def _config_from(adapter: adapters.Adapter, values: Any, where: str) -> Any:
-    """Hyperparameters that a user gave -> the adapter's config, every field of the declared kind and usable.
-
-    Adapters check what only they know; this checks the rest for all of them. Raises UsageError.
-    """
-    if not isinstance(values, Mapping):
-        raise UsageError(f"{where}: holds {values!r:.60}, wanted a JSON object of hyperparameters")
-    try:
-        config = adapter.config_from(values)
-        _check_fields(config, where)
-        adapter.checkpoint_shapes(config)
-    except AotError:
-        raise
-    except Exception as error:  # whatever a null, a list or an impossible size meets first
-        raise UsageError(
-            f"{where}: no {adapter.NAME} can be made of these hyperparameters ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}); compare them with a released configuration"
-        ) from error
-    return config
-
-
-def _check_fields(config: Any, where: str) -> None:
-    """UsageError for a field of a config dataclass whose value is not of its declared type."""
-    if not is_dataclass(config) or isinstance(config, type):
-        return
-    hints = get_type_hints(type(config))
-    for field in fields(config):
-        value = getattr(config, field.name)
-        try:
-            TypeAdapter(hints[field.name]).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise UsageError(f"{where}: {field.name} is {value!r:.60}; {error.errors()[0]['msg']}") from error
-        if isinstance(value, int) and abs(value) > LARGEST_SIZE:
-            raise UsageError(f"{where}: {field.name} is {value!r:.60}; sizes are at most {LARGEST_SIZE}")
 
 
 def _config_name(adapter: adapters.Adapter, config: Any) -> str:
