@@ -12,6 +12,7 @@ from torch import Tensor
 
 from voicehub_aot.adapters import _rf_checkpoint as checkpoints
 from voicehub_aot.adapters._echo_net import Config, EchoDiT
+from voicehub_aot.checkpoint import Reading
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 
 NAME = "echo"
@@ -72,12 +73,14 @@ def denoiser_part(config: Config, weights: Mapping[str, Tensor]) -> tuple[Config
     return replace(config, blockwise=checkpoints.has_context(weights, "latent")), weights
 
 
-def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     base = CONFIGS[config or "echo-tts-base"] if config is None or isinstance(config, str) else config
     file = checkpoints.find(path, FILES)
-    base, weights = denoiser_part(base, checkpoints.read(file)[0])
+    base, weights = denoiser_part(base, checkpoints.read(file, reading or Reading())[0])
     sizes = checkpoints.sizes_of(weights, base.sizes)
     found = replace(
         base,

@@ -15,6 +15,7 @@ from torch import Tensor
 from voicehub_aot.adapters import _rf_checkpoint as checkpoints
 from voicehub_aot.adapters._irodori_net import Config, TextToLatentRFDiT
 from voicehub_aot.adapters._rf_dit import Sizes
+from voicehub_aot.checkpoint import Reading
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 
 NAME = "irodoritts"
@@ -106,11 +107,13 @@ def _ratio(sizes: Sizes, base: float) -> float:
     return base if int(sizes.width * base) == sizes.inner else (sizes.inner + 0.5) / max(1, sizes.width)
 
 
-def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     file = checkpoints.find(path, FILES)
-    everything, beside = checkpoints.read(file)
+    everything, beside = checkpoints.read(file, reading or Reading())
     weights = checkpoints.without(everything, OUTSIDE)
     base = CONFIGS[config] if isinstance(config, str) else config or _recorded(file, beside) or _RELEASED
     conditions = {name: checkpoints.has_context(weights, name) for name in ("speaker", "caption")}

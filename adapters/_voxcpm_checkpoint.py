@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters._sizes import count, size
 from voicehub_aot.adapters._voxcpm_dit import Config, LocDiT
-from voicehub_aot.checkpoint import check_shapes, read_tensors
+from voicehub_aot.checkpoint import Reading, check_shapes, read_weights, refuse_lora
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 
 NAME = "voxcpm"
@@ -226,14 +227,10 @@ def _find(path: Path) -> Path:
     raise CheckpointMismatch(f"{path}: no {' or '.join(FILES)} in it; name the checkpoint file")
 
 
-def _own_weights(file: Path) -> dict[str, Tensor]:
+def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
     """The estimator's tensors under released keys, and whatever belongs to no part of the model."""
-    content: Mapping[str, Any] = read_tensors(file)
-    content = content["state_dict"] if isinstance(content.get("state_dict"), Mapping) else content
-    if adapted := sorted(key for key in content if ".lora_" in f".{key}"):
-        raise CheckpointMismatch(
-            f"{file}: holds {len(adapted)} LoRA tensors ({adapted[0]}, ...); merge them into the weights first"
-        )
+    content, _ = read_weights(file, reading)
+    refuse_lora(file, content)
     kept = {key: value for key, value in content.items() if not key.startswith(OTHER_PARTS)}
     if wrong := sorted(key for key, value in kept.items() if not isinstance(value, Tensor)):
         raise CheckpointMismatch(f"{file}: {wrong[0]!r} is a {type(kept[wrong[0]]).__name__}, wanted tensors")
@@ -251,21 +248,53 @@ def _config_beside(file: Path) -> Config | None:
         raise CheckpointMismatch(f"{path}: {error}; wanted the config.json of a VoxCPM release") from error
 
 
-def read_checkpoint(path: Path, config: str | Config | None = None) -> tuple[Config, dict[str, Tensor]]:
-    """A released folder or its weight file. Hyperparameters: `config`, or else config.json, or else the shapes'."""
+def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
+    """`base` with the sizes that the tensors have. The width of a head is the base's: its rotary factors are."""
+
+    def told(otherwise: int, *places: tuple[str, int]) -> int:
+        return size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
+
+    layer, c = "decoder.layers.*", base
+    query = told(c.num_attention_heads * c.kv_channels, (f"{layer}.self_attn.q_proj.weight", 0))
+    key = told(c.num_key_value_heads * c.kv_channels, (f"{layer}.self_attn.k_proj.weight", 0))
+    found = replace(
+        base,
+        hidden_size=told(c.hidden_size, ("in_proj.weight", 0), ("cond_proj.weight", 0)),
+        intermediate_size=told(c.intermediate_size, (f"{layer}.mlp.gate_proj.weight", 0)),
+        num_hidden_layers=count(weights, PREFIX + "decoder.layers") or c.num_hidden_layers,
+        num_attention_heads=query // c.kv_channels,
+        num_key_value_heads=key // c.kv_channels,
+        feat_dim=told(c.feat_dim, ("in_proj.weight", 1), ("cond_proj.weight", 1)),
+    )
+    try:
+        return checked(found)
+    except UsageError as error:
+        raise CheckpointMismatch(f"the checkpoint's tensors have impossible shapes: {error}") from error
+
+
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
+    """A released folder or its weight file. Hyperparameters: `config`, or else config.json, or else the shapes'.
+
+    Sizes that the tensors tell are theirs.
+    """
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     file = _find(path)
-    weights = _own_weights(file)
+    weights = _own_weights(file, reading or Reading())
     found = CONFIGS[config] if isinstance(config, str) else config or _config_beside(file)
     if found is None:
         shapes = {key: tuple(tensor.shape) for key, tensor in weights.items()}
-        fitting = [known for known in CONFIGS.values() if checkpoint_shapes(known) == shapes]
+        depth = count(weights, PREFIX + "decoder.layers")
+        deep = [known for known in CONFIGS.values() if known.num_hidden_layers == depth]
+        fitting = [known for known in deep if shapes.items() <= checkpoint_shapes(known).items()]
         if not fitting:
             raise CheckpointMismatch(
                 f"{file}: no config.json beside it, and its {len(weights)} tensors are those of no released model; "
                 "put config.json there, or choose with --config"
             )
         found = fitting[0]
+    found = _sizes(weights, found)
     check_shapes(str(file), weights, checkpoint_shapes(found))
     return found, weights
