@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from voicehub_aot.adapters import _rf_checkpoint as checkpoints
 from voicehub_aot.adapters._echo_net import Config, EchoDiT
 from voicehub_aot.checkpoint import Reading
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of
 
 NAME = "echo"
 
@@ -42,10 +43,7 @@ OUTSIDE = ("text_encoder.", "speaker_encoder.", "latent_encoder.", "text_norm.",
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
-    known = {f.name for f in fields(Config)}
-    if unknown := sorted(set(values) - known):
-        raise UsageError(f"{NAME}: no hyperparameters {unknown!r}; known are {sorted(known)!r}")
-    config = Config(**values)
+    config = config_of(NAME, Config, values)
     if fault := checkpoints.fault(config.sizes):
         raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
     return config

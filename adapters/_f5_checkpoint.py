@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from voicehub_aot.adapters._f5_dit import Config, DiT, DiTConfig, inverse_freque
 from voicehub_aot.adapters._f5_unett import UNetT, UNetTConfig
 from voicehub_aot.checkpoint import Reading, read_weights
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of, without_fixed
 
 NAME = "f5tts"
 
@@ -63,20 +64,14 @@ def _fault(config: Config) -> str | None:
 def config_from(values: Mapping[str, Any]) -> Config:
     given = {name: value for name, value in values.items() if name not in INERT}
     backbone = given.pop("backbone", None) or _backbone_of(values)
-    if backbone not in BACKBONES:
+    if not isinstance(backbone, str) or backbone not in BACKBONES:
         raise UsageError(f"{NAME}: backbone {backbone!r} is not known; known are {', '.join(BACKBONES)}")
-    if given.pop("text_embedding_average_upsampling", False):
-        raise OptionUnsupported(f"{NAME}: text_embedding_average_upsampling=True is not supported; no release uses it")
-    if given.get("qk_norm") not in (None, "rms_norm"):
+    given = without_fixed(NAME, given, {"text_embedding_average_upsampling": False}, "every release has")
+    if isinstance(given.get("qk_norm"), str) and given["qk_norm"] != "rms_norm":
         raise OptionUnsupported(f"{NAME}: qk_norm {given['qk_norm']!r} is not supported; known are None, 'rms_norm'")
-    known = {f.name for f in fields(BACKBONES[backbone])}
-    if unknown := sorted(set(given) - known):
-        raise UsageError(f"{NAME}: {backbone} has no hyperparameter {', '.join(unknown)}; known are {sorted(known)!r}")
-    if "dim" not in given:
-        raise UsageError(f"{NAME}: hyperparameter dim is missing, got {sorted(given)!r}")
     if given.get("text_dim") is None:
         given["text_dim"] = given.get("mel_dim", 100)
-    config = BACKBONES[backbone](**given)
+    config = config_of(f"{NAME} {backbone}", BACKBONES[backbone], given, INERT)
     if fault := _fault(config):
         raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
     return config

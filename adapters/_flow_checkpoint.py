@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from voicehub_aot.adapters._causal_decoder import DecoderConfig
 from voicehub_aot.adapters._sizes import count, size
 from voicehub_aot.checkpoint import Reading, read_weights
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UsageError
+from voicehub_aot.hyperparameters import config_of, without_fixed
 
 ESTIMATOR = "decoder.estimator."
 # The other modules of a flow, and those beside it in S3Gen: resemble-ai/chatterbox 5de7a54, models/s3gen: s3gen.py and
@@ -78,19 +78,10 @@ def decoder_fault(config: DecoderConfig) -> str | None:
 def decoder_config(where: str, values: Mapping[str, Any]) -> DecoderConfig:
     """Hyperparameters under upstream's names; what is not given is as released."""
     given = {name: value for name, value in values.items() if name not in INERT}
-    for name, wanted in ONLY.items():
-        if given.pop(name, wanted) != wanted:
-            raise OptionUnsupported(f"{where}: {name}={values[name]!r} is not supported; known is {wanted!r}")
-    known = sorted(f.name for f in fields(DecoderConfig))
-    if unknown := sorted(set(given) - set(known)):
-        raise UsageError(f"{where}: no hyperparameter {', '.join(unknown)}; known are {known!r}")
-    if "channels" in given:
-        given["channels"] = tuple(given["channels"])
-        if len(given["channels"]) != 1:
-            raise OptionUnsupported(
-                f"{where}: channels={list(given['channels'])!r} is not supported; wanted one level, not resampled"
-            )
-    config = DecoderConfig(**given)
+    given = without_fixed(where, given, ONLY, "known is")
+    if isinstance(levels := given.get("channels"), list | tuple) and len(levels) != 1:
+        raise OptionUnsupported(f"{where}: channels={levels!r} is not supported; wanted one level, not resampled")
+    config = config_of(where, DecoderConfig, given, INERT)
     if fault := decoder_fault(config):
         raise UsageError(f"{where}: {fault}; give upstream's hyperparameters")
     return config

@@ -17,6 +17,7 @@ from voicehub_aot.adapters._irodori_net import Config, TextToLatentRFDiT
 from voicehub_aot.adapters._rf_dit import Sizes
 from voicehub_aot.checkpoint import Reading
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of
 
 NAME = "irodoritts"
 
@@ -61,10 +62,7 @@ def _shaping(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
-    given, known = _shaping(values), {f.name for f in fields(Config)}
-    if unknown := sorted(set(given) - known):
-        raise UsageError(f"{NAME}: no hyperparameters {unknown!r}; known are {sorted(known | INERT)!r}")
-    config = Config(**given)
+    config = config_of(NAME, Config, _shaping(values), INERT)
     if fault := checkpoints.fault(config.sizes):
         raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
     return config

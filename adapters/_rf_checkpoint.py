@@ -70,6 +70,8 @@ def fault(sizes: Sizes) -> str | None:
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             return f"{name}={value!r} is no positive integer"
+    if not sizes.eps > 0:
+        return f"norm_eps={sizes.eps!r} is not positive"
     if sizes.heads < 2:
         return f"heads={sizes.heads!r}: half of them are rotated, so 2 at least"
     if sizes.width % sizes.heads or (sizes.width // sizes.heads) % 2:

@@ -15,6 +15,7 @@ from voicehub_aot.adapters._sizes import count, size
 from voicehub_aot.adapters._styletts2_net import Config, StyleDenoiser
 from voicehub_aot.checkpoint import Reading, read_weights
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of, without_fixed
 
 NAME = "styletts2"
 PLACEHOLDER = 0.2  # upstream's own, in Configs/config_libritts.yml: good for synthetic weights only
@@ -71,13 +72,8 @@ def _of_training(values: Mapping[str, Any]) -> dict[str, Any]:
 def config_from(values: Mapping[str, Any]) -> Config:
     """Names as in `Config` and upstream's constructors, `class` among them, or a whole config.yml as JSON."""
     given = _of_training(values) if "model_params" in values else dict(values)
-    for name, wanted in FIXED.items():
-        if given.pop(name, wanted) != wanted:
-            raise OptionUnsupported(f"{NAME}: {name}={values[name]!r} is not supported; every release has {wanted!r}")
+    given = without_fixed(NAME, given, FIXED, "every release has")
     network = given.pop("class", None)
-    known = {f.name for f in fields(Config)}
-    if unknown := sorted(set(given) - known):
-        raise UsageError(f"{NAME}: unknown hyperparameters {unknown!r}; known are {sorted(known | {'class'})!r}")
     if given.get("sigma_data") is None:
         raise UsageError(f"{NAME}: hyperparameter sigma_data is missing; {SIGMA_DATA}")
     if network is None and "context_features" not in given:
@@ -86,7 +82,10 @@ def config_from(values: Mapping[str, Any]) -> Config:
         raise UsageError(f"{NAME}: class {network!r} is not known; known are {CLASSES!r}")
     if network == CLASSES[0]:
         given.setdefault("context_features", given.get("channels", Config.channels))
-    config = Config(**given)
+    sigma = given["sigma_data"]
+    if not isinstance(sigma, int | float) or isinstance(sigma, bool):
+        raise UsageError(f"{NAME}: sigma_data={sigma!r}, wanted a positive number; {SIGMA_DATA}")
+    config = config_of(NAME, Config, given, ("class",))
     if network is not None and (network == CLASSES[0]) != (config.context_features is not None):
         raise OptionUnsupported(f"{NAME}: {network} with context_features={config.context_features!r} has no release")
     _check(config)
@@ -146,8 +145,9 @@ def _denoiser(file: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     """Equal, NaN for NaN: what is wrong with values is said later."""
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return one is other or (same and bool(((one == other) | ((one != one) & (other != other))).all()))
+    if one is other or one.shape != other.shape or one.dtype != other.dtype:
+        return one is other
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _released_keys(file: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ def read_graph(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _tensor(path: Path, name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """In the graph's own precision, so that what is not a plain float is seen; bfloat16, unknown to numpy, as float32."""
+    """In the graph's own dtype, so that what is not a float is seen; bfloat16, unknown to numpy, becomes float32."""
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)
     try:

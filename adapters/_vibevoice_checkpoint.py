@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from voicehub_aot.adapters._sizes import count, size
 from voicehub_aot.adapters._vibevoice_head import PREFIX, Config, released_shapes
 from voicehub_aot.checkpoint import Reading, read_weights
-from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of, part_of, without_fixed
 
 NAME = "vibevoice"
 CONFIGS: Mapping[str, Config] = {
@@ -34,20 +35,11 @@ INERT = {"model_type", "speech_vae_dim", "ddpm_num_inference_steps", "ddpm_batch
 
 def config_from(values: Mapping[str, Any]) -> Config:
     """Names as in `Config` and upstream's diffusion_head_config, or a whole released config.json that holds one."""
-    values = values.get("diffusion_head_config", values)
-    if not isinstance(values, Mapping):
-        raise UsageError(f"{NAME}: diffusion_head_config is a {type(values).__name__}, wanted hyperparameters")
+    if "diffusion_head_config" in values:
+        values = part_of(NAME, values, "diffusion_head_config")
     given = {name: value for name, value in values.items() if name not in INERT}
-    for name, wanted in FIXED.items():
-        if given.pop(name, wanted) != wanted:
-            raise OptionUnsupported(f"{NAME}: {name}={values[name]!r} is not supported; every release has {wanted!r}")
-    known = {f.name for f in fields(Config)}
-    if unknown := sorted(set(given) - known):
-        wanted = sorted(known | INERT | set(FIXED))
-        raise UsageError(f"{NAME}: unknown hyperparameters {unknown!r}; known are {wanted!r}")
-    if "hidden_size" not in given:
-        raise UsageError(f"{NAME}: hyperparameter hidden_size is missing, got {sorted(given)!r}")
-    config = Config(**given)
+    given = without_fixed(NAME, given, FIXED, "every release has")
+    config = config_of(NAME, Config, given, INERT | set(FIXED))
     for name in ("hidden_size", "head_layers", "latent_size"):
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -52,6 +52,7 @@ from voicehub_aot.adapters._sizes import count, size
 from voicehub_aot.checkpoint import Reading, check_shapes, loaded
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.golden import Case
+from voicehub_aot.hyperparameters import config_of
 from voicehub_aot.program import Program, check_options
 from voicehub_aot.region import Region, RegionSpec
 from voicehub_aot.solver import euler
@@ -131,10 +132,7 @@ def config_from(values: Mapping[str, Any]) -> Config:
         raise UsageError(f"{NAME}: backbone {backbone!r} is not known; known are DiT, CausalConditionalDecoder")
     given = {name: value for name, value in values.items() if name not in INERT}
     out = given.pop("out_channels", None)
-    if unknown := sorted(set(given) - {f.name for f in fields(CosyDiTConfig)}):
-        known = sorted(f.name for f in fields(CosyDiTConfig))
-        raise UsageError(f"{NAME}: DiT has no hyperparameter {', '.join(unknown)}; known are {known!r}")
-    dit = CosyDiTConfig(**given)
+    dit = config_of(f"{NAME} DiT", CosyDiTConfig, given, INERT)
     if out not in (None, dit.mel_dim):
         raise UsageError(f"{NAME}: out_channels={out!r} is not mel_dim={dit.mel_dim!r}: a velocity is like its state")
     if fault := _dit_fault(dit):

@@ -32,6 +32,7 @@ from voicehub_aot.adapters._supertonic_onnx import STYLE_KEY, read_graph, sizes
 from voicehub_aot.checkpoint import Reading, check_shapes, loaded, read_weights
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
+from voicehub_aot.hyperparameters import config_of
 from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
@@ -93,16 +94,14 @@ TRAITS = Traits(
 def config_from(values: Mapping[str, Any]) -> Config:
     """Names as in `Config`; latent_dim * chunk_compress_factor stands for latent_channels."""
     values = dict(values)
-    factors = [values.pop(name, None) for name in ("latent_dim", "chunk_compress_factor")]
-    known = {f.name for f in dataclasses.fields(Config)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise UsageError(f"supertonic: unknown hyperparameters {unknown!r}; known are {sorted(known)!r}")
-    if None not in factors and values.setdefault("latent_channels", math.prod(factors)) != math.prod(factors):
-        raise UsageError(f"supertonic: latent_channels {values['latent_channels']!r} is not the product of {factors!r}")
-    if "dilations_0" in values:
-        values["dilations_0"] = tuple(values["dilations_0"])
-    return Config(**values)
+    factors = {name: values.pop(name) for name in ("latent_dim", "chunk_compress_factor") if name in values}
+    for name, factor in factors.items():
+        if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
+            raise UsageError(f"{NAME}: {name}={factor!r} is no positive integer; give upstream's hyperparameters")
+    product = math.prod(factors.values())
+    if len(factors) == 2 and values.setdefault("latent_channels", product) != product:
+        raise UsageError(f"{NAME}: latent_channels {values['latent_channels']!r} is not the product of {factors!r}")
+    return config_of(NAME, Config, values, ("latent_dim", "chunk_compress_factor"))
 
 
 def _skeleton(config: Config) -> VectorEstimator:

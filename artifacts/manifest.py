@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.region import RegionSpec, TensorSpec
@@ -61,10 +61,19 @@ class StageReport(_Data):
 
 
 class Checkpoint(_Data):
-    """source: as given on the command line. digest: sha256 over the weights' names, shapes and bytes."""
+    """source: as given on the command line. digest: sha256 over the weights' names, shapes and bytes.
+
+    notes: what was decided while it was read: which of several weights, sizes that are not the configuration's.
+    """
 
     source: str
     digest: str
+    notes: tuple[str, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """No notes leave no trace, as in manifests of before there were any: their digests stay right."""
+        return {name: value for name, value in written(self).items() if name != "notes" or value}
 
 
 class Manifest(_Data):

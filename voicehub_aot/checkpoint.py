@@ -66,6 +66,34 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
+# --- how a checkpoint is read
+
+NESTS = {  # of trainers' files, in the order in which they are looked for
+    "ema": ("ema_model_state_dict", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "ema"),
+    "raw": ("model_state_dict", "state_dict", "model", "module"),
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a checkpoint is to be read, and what was decided while it was read.
+
+    kind: "ema" or "raw", where a file holds averaged and last weights; None takes averaged ones if there are any.
+    notes: sentences for the build's progress and the manifest.
+    """
+
+    kind: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.kind not in (None, *NESTS):
+            raise UsageError(f"--weights-kind {self.kind!r} is not known; choose ema or raw")
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
 # --- files of tensors
 
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of torch.compile, DDP, FSDP
@@ -95,22 +123,22 @@ def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, tor
     prefixes: keep keys that start with one of them; of a .safetensors, a whole model's say, no others are read. Keys
     lose what torch.compile and data-parallel training put into them. A LoRA is refused.
     """
-    content = _content(path, prefixes)
+    content = _content(path, prefixes, Reading())
     return {key: value for key, value in content.items() if key.startswith(prefixes)}
 
 
-def _content(path: Path, prefixes: tuple[str, ...]) -> dict[str, Any]:
+def _content(path: Path, prefixes: tuple[str, ...], reading: Reading) -> dict[str, Any]:
     """As `read_tensors`; of a file that may hold nested mappings everything."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 wanted = [key for key in file.keys() if _bare(key).startswith(prefixes)]  # noqa: SIM118
                 _check_whole(path, wanted)
-                return _unwrapped(path, {key: file.get_tensor(key) for key in wanted})
+                return _unwrapped(path, {key: file.get_tensor(key) for key in wanted}, reading)
         if path.suffix in TYPES:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             if isinstance(loaded, Mapping):
-                return _unwrapped(path, loaded)
+                return _unwrapped(path, loaded, reading)
             raise CheckpointMismatch(f"{path}: holds a {type(loaded).__name__}, wanted a mapping of tensors")
     except CheckpointMismatch:
         raise
@@ -149,15 +177,19 @@ def _bare(key: str) -> str:
     return key if WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPERS)
 
 
-def _unwrapped(path: Path, content: Mapping[Any, Any]) -> dict[str, Any]:
+def _unwrapped(path: Path, content: Mapping[Any, Any], reading: Reading) -> dict[str, Any]:
     """Keys as text, those of tensors without wrappers, in nested mappings too. No LoRA, and no key twice."""
-    _check_whole(path, [str(key) for key, value in content.items() if isinstance(value, torch.Tensor)])
+    tensors = [str(key) for key, value in content.items() if isinstance(value, torch.Tensor)]
+    _check_whole(path, tensors)
+    if wrapped := [key for key in tensors if _bare(key) != key]:
+        names = sorted(WRAPPERS & {part for key in wrapped for part in key.split(".")})
+        reading.note(f"{path.name}: left {', '.join(names)} out of the names of {len(wrapped)} tensors")
     result: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key) if isinstance(value, Mapping) else _bare(str(key))
         if name in result:
             raise CheckpointMismatch(f"{path}: {key!r} and another entry are both {name!r}; give a file with one")
-        result[name] = _unwrapped(path, value) if isinstance(value, Mapping) else value
+        result[name] = _unwrapped(path, value, reading) if isinstance(value, Mapping) else value
     return result
 
 
@@ -188,40 +220,14 @@ def _check_not_adapter(path: Path) -> None:
     own = sorted(file.name for file in path.iterdir() if file.name.startswith(NOT_WHOLE))
     whole = (f for f in path.rglob("*") if f.suffix in (*TYPES, ".onnx") and not f.name.startswith(NOT_WHOLE))
     if own and next(whole, None) is None:
-        raise CheckpointMismatch(
-            f"{path}: holds a LoRA or another adapter ({_some(own)}) and no whole weights; {MERGE}"
-        )
+        raise CheckpointMismatch(f"{path}: holds a LoRA or another adapter ({_some(own)}), no whole weights; {MERGE}")
 
 
 # --- which weights of a file
 
-NESTS = {  # of trainers' files, in the order in which they are looked for
-    "ema": ("ema_model_state_dict", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "ema"),
-    "raw": ("model_state_dict", "state_dict", "model", "module"),
-}
 OF_EMA_PYTORCH = {"ema": "ema_model.", "raw": "online_model."}  # its module's prefixes
 COUNTERS = ("initted", "step")  # ema_pytorch's buffers
 ASK = {"ema": "raw", "raw": "ema"}
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a checkpoint is to be read, and what was decided while it was read.
-
-    kind: "ema" or "raw", where a file holds averaged and last weights; None takes averaged ones if there are any.
-    notes: sentences for the build's progress and the manifest.
-    """
-
-    kind: str | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.kind not in (None, *NESTS):
-            raise UsageError(f"--weights-kind {self.kind!r} is not known; choose ema or raw")
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 def read_weights(
@@ -232,7 +238,7 @@ def read_weights(
     prefixes: as of `read_tensors`, of the keys within the set.
     """
     inside = tuple(outer + prefix for outer in ("", *OF_EMA_PYTORCH.values()) for prefix in prefixes)
-    content = _content(file, inside)
+    content = _content(file, inside, reading)
     sets = _sets(content)
     if not sets:
         if reading.kind:
@@ -332,6 +338,5 @@ def _fault_of_values(tensor: torch.Tensor) -> str | None:
         return None  # a NaN is both its own least and greatest value
     bad = ~torch.isfinite(values.float())
     place = bad.nonzero()[0].tolist()
-    return (
-        f"has {int(bad.sum())} of {bad.numel()} not finite in float32, first {values[tuple(place)].item()!r} at {place}"
-    )
+    first = values[tuple(place)].item()
+    return f"has {int(bad.sum())} of {bad.numel()} not finite in float32, first {first!r} at {place}"

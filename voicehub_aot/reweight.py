@@ -19,7 +19,12 @@ from voicehub_aot.options import Options, Progress
 
 
 def reweight(
-    artifact: Path, checkpoint: str, output: Path, force: bool = False, progress: Progress | None = None
+    artifact: Path,
+    checkpoint: str,
+    output: Path,
+    force: bool = False,
+    progress: Progress | None = None,
+    weights_kind: str | None = None,
 ) -> Manifest:
     """Weights and time tables anew, engines copied byte for byte, parity measured again. Shared mode only.
 
@@ -33,7 +38,8 @@ def reweight(
             f"{artifact}: its engines hold packed weights; only artifacts built with --weights-mode shared can be "
             "reweighted. Build the fine-tune instead"
         )
-    model = resolve(manifest.model, manifest.config_name, checkpoint, manifest.config)
+    progress = progress or Progress()
+    model = resolve(manifest.model, manifest.config_name, checkpoint, manifest.config, weights_kind, progress.stage)
     model = replace(model, config_name=manifest.config_name)
     options = Options(
         buckets=manifest.buckets,
@@ -46,15 +52,17 @@ def reweight(
         replace=force,
         engines_from={e.key: artifact / e.path for e in manifest.engines},
     )
-    return build(model, options, output, progress, _settings(artifact, checkpoint))
+    return build(model, options, output, progress, _settings(artifact, checkpoint, weights_kind))
 
 
-def _settings(artifact: Path, checkpoint: str) -> str | None:
+def _settings(artifact: Path, checkpoint: str, weights_kind: str | None) -> str | None:
     """The options the artifact was built with, if it keeps them, over the other checkpoint."""
     file = artifact / store.SETTINGS
     if not file.is_file():
         return None
-    return re.sub(r"(?m)^checkpoint = .*$", lambda _: f"checkpoint = {json.dumps(checkpoint)}", file.read_text())
+    kind = f"weights_kind = {json.dumps(weights_kind)}\n" if weights_kind else ""
+    kept = re.sub(r"(?m)^weights_kind = .*\n", "", file.read_text())
+    return re.sub(r"(?m)^checkpoint = .*\n", lambda _: f"checkpoint = {json.dumps(checkpoint)}\n{kind}", kept)
 
 
 def _choice(manifest: Manifest) -> Choice | None:
