@@ -63,7 +63,7 @@ def _fault(config: Config) -> str | None:
 
 def config_from(values: Mapping[str, Any]) -> Config:
     given = {name: value for name, value in values.items() if name not in INERT}
-    backbone = given.pop("backbone", None) or _backbone_of(values)
+    backbone = given.pop("backbone", _backbone_of(values))
     if not isinstance(backbone, str) or backbone not in BACKBONES:
         raise UsageError(f"{NAME}: backbone {backbone!r} is not known; known are {', '.join(BACKBONES)}")
     given = without_fixed(NAME, given, {"text_embedding_average_upsampling": False}, "every release has")

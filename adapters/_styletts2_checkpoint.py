@@ -75,6 +75,7 @@ def config_from(values: Mapping[str, Any]) -> Config:
     given = without_fixed(NAME, given, FIXED, "every release has")
     network = given.pop("class", None)
     if given.get("sigma_data") is None:
+        config_of(NAME, Config, {**given, "sigma_data": PLACEHOLDER}, ("class",))  # what else is wrong comes first
         raise UsageError(f"{NAME}: hyperparameter sigma_data is missing; {SIGMA_DATA}")
     if network is None and "context_features" not in given:
         raise UsageError(f"{NAME}: which network is it? Give class, one of {CLASSES!r}, or context_features")

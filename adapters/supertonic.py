@@ -143,10 +143,13 @@ def read_checkpoint(
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"supertonic has no configuration {config!r}; known are {', '.join(CONFIGS)}")
     file = _weights_file(path)
+    reading = reading or Reading()
     if file.suffix == ".onnx":
+        if reading.kind:
+            raise CheckpointMismatch(f"{file}: an ONNX graph holds one set of weights; leave --weights-kind out")
         facts, weights = read_graph(file)
     else:
-        facts, weights = {}, read_weights(file, reading or Reading())[0]
+        facts, weights = {}, read_weights(file, reading)[0]
     if strange := [f"{k!r} is a {type(v).__name__}" for k, v in weights.items() if not isinstance(v, Tensor)]:
         raise CheckpointMismatch(f"{file}: {strange[0]}, wanted tensors")
     told = sizes(str(file), weights)

@@ -101,7 +101,15 @@ LORA = re.compile(
     r"(^|[.])(lora_[A-Za-z_]+|hada_[wt]\d_?\w*|lokr_[wt]\d_?\w*|ia3_l|dora_scale|b?oft_\w+|vera_lambda_\w+)([.]|$)"
     r"|^base_model[.]model[.]"
 )
-NOT_WHOLE = ("adapter_model.", "adapter_config.", "lora")  # how the files of a LoRA's folder are called
+NOT_WHOLE = (  # how the files of a LoRA's folder begin
+    *("adapter_model.", "adapter_config.", "lora_weights.", "lora_config.", "pytorch_lora_weights."),
+)
+    "adapter_model.",
+    "adapter_config.",
+    "lora_weights.",
+    "lora_config.",
+    "pytorch_lora_weights.",
+)  # how the files of a LoRA's folder are called
 TYPES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 MERGE = (
     "merge them into the weights first: load the base model and the LoRA with what trained it (peft: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,8 +21,8 @@ from voicehub_aot.models import resolve
 from voicehub_aot.synthetic import synthetic_weights
 
 MODELS = adapters.names()
-# A configuration whose flags hold for the tiny weights and whose sizes are other ones, where there is one.
-NAMED = {"f5tts": "F5TTS_v1_Base", "styletts2": "tiny"}
+# What is named for tiny weights beside which no sizes are known: nothing, or what the model cannot do without.
+NAMED = {"f5tts": "F5TTS_v1_Base", "styletts2": "tiny", "chatterbox": "tiny"}
 FILES = {"chatterbox": "s3gen", "cosyvoice": "flow"}
 
 
@@ -90,7 +89,7 @@ def test_a_tensor_that_is_not_of_finite_floats_is_named(model: str, kind: str, t
     assert key in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:.*quantiz")
+@pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:TypedStorage")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", OF_TORCH_FILES)
 def test_a_torch_file_may_hold_further_kinds_of_tensors(model: str, kind: str, tmp_path: Path) -> None:
@@ -146,30 +145,27 @@ def test_a_half_precision_graph_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_whichever_tensor_is_missing_it_alone_is_named(model: str) -> None:
+def test_whichever_tensor_is_missing_it_alone_is_named(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sizes and depth are read from the tensors: the absence of one must not look like another size."""
     adapter, weights = adapters.load(model), tiny(model)
     optional = set(adapter.formula_weights(adapter.CONFIGS["tiny"]))  # computed where they are missing
-    wrong = []
+    source, wrong = saved(tmp_path, model, {}, ".pt"), []
     for key in weights.keys() - optional:
         rest = {k: t for k, t in weights.items() if k != key}
-        found = message_of(model, rest)
+        monkeypatch.setattr("voicehub_aot.checkpoint._content", lambda *_, rest=rest: rest)  # a file each is slow
+        found = refusal(model, source)
         if not (found.startswith("1 missing: ") and found.split(": ", 1)[1].startswith(f"{key}. ")):
             wrong.append(f"{key}: {found[:200]}")
     assert not wrong, f"{len(wrong)} of {len(weights)}: {wrong[:8]}"
 
 
-def message_of(model: str, weights: dict[str, Tensor]) -> str:
-    """What a file of these weights is refused with, after "not this model's."; read from memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("voicehub_aot.checkpoint._content", lambda *_: weights)
-        patch.setattr(Path, "exists", lambda _: True)
-        patch.setattr(Path, "is_file", lambda _: True)
-        try:
-            resolve(model, NAMED.get(model), f"/nowhere/{FILES.get(model, 'model')}.safetensors")
-        except CheckpointMismatch as error:
-            return str(error).split("not this model's. ")[-1]
-    return "nothing"
+def refusal(model: str, source: str) -> str:
+    """What follows "not this model's." in the error."""
+    with pytest.raises(CheckpointMismatch) as caught:
+        resolve(model, NAMED.get(model), source)
+    return str(caught.value).split("not this model's. ")[-1]
 
 
 # --- sizes
@@ -197,7 +193,7 @@ def test_a_fine_tune_of_other_sizes_builds_and_says_so(model: str, tmp_path: Pat
     built = resolve(model, "tiny", source, tell=told.append)
     assert {name: built.config[name] for name in DEEPER[model]} == DEEPER[model]
     assert built.config_name == "tiny"
-    assert [all(f"{name}={value}" in text for name, value in DEEPER[model].items()) for text in told] == [True]
+    assert all(f"{name}={value}" in told[-1] for name, value in DEEPER[model].items())
     assert built.checkpoint.notes == tuple(told)
     again = resolve(model, "tiny", source, built.config)  # as bench and reweight do, from the manifest
     assert again.checkpoint.digest == built.checkpoint.digest
@@ -223,7 +219,7 @@ def test_names_of_wrappers_are_left_out(model: str, prefix: str, suffix: str, tm
     built = resolve(model, "tiny", saved(tmp_path, model, wrapped, suffix), tell=told.append)
     plain = resolve(model, "tiny", saved(tmp_path, model, weights, suffix))
     assert built.checkpoint.digest == plain.checkpoint.digest
-    assert any(prefix.split(".")[0] in text and f"{len(weights)} tensors" in text for text in told)
+    assert any(prefix.split(".", maxsplit=1)[0] in text and f"{len(weights)} tensors" in text for text in told)
 
 
 def test_a_wrapper_in_the_middle_of_a_name_is_left_out(tmp_path: Path) -> None:
@@ -249,7 +245,9 @@ def both(model: str, form: str) -> dict[str, Any]:
     raw = {key: tensor * 2 for key, tensor in ema.items()}
     if form == "prefixes":  # of ema_pytorch, with its own counters
         bare = {key.removeprefix("ema_model."): key for key in ema}
-        both = {f"ema_model.{k}": ema[v] for k, v in bare.items()} | {f"online_model.{k}": raw[v] for k, v in bare.items()}
+        both = {f"ema_model.{k}": ema[v] for k, v in bare.items()} | {
+            f"online_model.{k}": raw[v] for k, v in bare.items()
+        }
         return {**both, "initted": torch.ones(()), "step": torch.ones((), dtype=torch.int64)}
     return {"model_state_dict": raw, form: ema, "update": 3}
 
@@ -257,9 +255,6 @@ def both(model: str, form: str) -> dict[str, Any]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("form", ["prefixes", "ema_model_state_dict", "ema"])
 def test_averaged_weights_are_taken_unless_raw_ones_are_asked_for(model: str, form: str, tmp_path: Path) -> None:
-    adapter = adapters.load(model)
-    if adapter.formula_weights(adapter.CONFIGS["tiny"]) and form == "prefixes":
-        pytest.importorskip("torch")
     source = saved(tmp_path, model, both(model, form), ".pt")
     plain = saved(tmp_path, model, tiny(model), ".safetensors")
     ema, raw, told = [], [], []
@@ -299,10 +294,10 @@ def test_a_lora_is_told_to_be_merged(model: str, tmp_path: Path) -> None:
     save_file(lora, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     for source in (folder, folder / "adapter_model.safetensors"):
-        with pytest.raises(CheckpointMismatch, match="LoRA.*merge them into the weights first"):
+        with pytest.raises(CheckpointMismatch, match=r"LoRA.*merge them into the weights first"):
             resolve(model, "tiny", str(source))
     whole = {f"{key.removesuffix('.weight')}.lora_down.weight": torch.ones(1) for key in list(tiny(model))[:1]}
-    with pytest.raises(CheckpointMismatch, match="LoRA.*merge them into the weights first"):
+    with pytest.raises(CheckpointMismatch, match=r"LoRA.*merge them into the weights first"):
         resolve(model, "tiny", saved(tmp_path, model, {**tiny(model), **whole}))
 
 
@@ -342,6 +337,8 @@ def test_every_field_of_a_configuration_is_checked(model: str, name: str, tmp_pa
     wrong = []
     for field in fields(config):
         for value in wrong_values(str(field.type)):
+            if (field.name, value) == ("text_dim", None):  # upstream's default, the mel's width
+                continue
             file.write_text(json.dumps({**vars(config), field.name: value}))
             try:
                 resolve(model, str(file), "synthetic")
@@ -366,12 +363,5 @@ def test_a_configuration_file_is_an_object_of_known_fields(model: str, text: str
 def test_the_parts_of_a_released_configuration_are_objects(name: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"architecture": "voxcpm2", "lm_config": {}, "dit_config": {}, name: value}))
-    with pytest.raises(UsageError, match="wanted an object|missing"):
+    with pytest.raises(UsageError, match=r"wanted an object|missing"):
         resolve("voxcpm", str(file), "synthetic")
-
-
-def test_the_recorded_graph_is_untouched_by_copies(tmp_path: Path) -> None:
-    """What `graph_with` relies on."""
-    folder, _ = graph_with(tmp_path, lambda a: a)
-    shutil.copytree(folder, tmp_path / "copy")
-    assert resolve("supertonic", "tiny", str(tmp_path / "copy")).config_name == "tiny"
