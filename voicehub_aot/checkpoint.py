@@ -104,12 +104,6 @@ LORA = re.compile(
 NOT_WHOLE = (  # how the files of a LoRA's folder begin
     *("adapter_model.", "adapter_config.", "lora_weights.", "lora_config.", "pytorch_lora_weights."),
 )
-    "adapter_model.",
-    "adapter_config.",
-    "lora_weights.",
-    "lora_config.",
-    "pytorch_lora_weights.",
-)  # how the files of a LoRA's folder are called
 TYPES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 MERGE = (
     "merge them into the weights first: load the base model and the LoRA with what trained it (peft: "
