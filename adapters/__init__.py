@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from voicehub_aot.checkpoint import Reading
 from voicehub_aot.errors import ContradictoryTraits, UnknownModel
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program
@@ -90,10 +91,13 @@ class Adapter(Protocol):
     def formula_weights(self, config: Any) -> dict[str, torch.Tensor]:
         """Checkpoint entries that are formulas, not learned (a rotary table): synthetic weights keep them."""
 
-    def read_checkpoint(self, path: Path, config: Any | None) -> tuple[Any, dict[str, torch.Tensor]]:
+    def read_checkpoint(
+        self, path: Path, config: Any | None, reading: Reading | None = None
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
         """File or folder as released -> (config, weights under released keys).
 
-        config: one of CONFIGS by name, or hyperparameters, for what a file cannot tell; None = find out.
+        config: one of CONFIGS by name, or hyperparameters, for what the tensors cannot tell; None = find out.
+        reading: which of a file's weights are wanted; the adapter passes it to `checkpoint.read_weights`.
         """
 
     def region(self, config: Any, weights: Mapping[str, torch.Tensor]) -> Region:

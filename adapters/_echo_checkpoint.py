@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from voicehub_aot.adapters import _rf_checkpoint as checkpoints
 from voicehub_aot.adapters._echo_net import Config, EchoDiT
+from voicehub_aot.checkpoint import Reading
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of
 
 NAME = "echo"
 
@@ -41,10 +43,7 @@ OUTSIDE = ("text_encoder.", "speaker_encoder.", "latent_encoder.", "text_norm.",
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
-    known = {f.name for f in fields(Config)}
-    if unknown := sorted(set(values) - known):
-        raise UsageError(f"{NAME}: no hyperparameters {unknown!r}; known are {sorted(known)!r}")
-    config = Config(**values)
+    config = config_of(NAME, Config, values)
     if fault := checkpoints.fault(config.sizes):
         raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
     return config
@@ -72,12 +71,14 @@ def denoiser_part(config: Config, weights: Mapping[str, Tensor]) -> tuple[Config
     return replace(config, blockwise=checkpoints.has_context(weights, "latent")), weights
 
 
-def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     base = CONFIGS[config or "echo-tts-base"] if config is None or isinstance(config, str) else config
     file = checkpoints.find(path, FILES)
-    base, weights = denoiser_part(base, checkpoints.read(file)[0])
+    base, weights = denoiser_part(base, checkpoints.read(file, reading or Reading())[0])
     sizes = checkpoints.sizes_of(weights, base.sizes)
     found = replace(
         base,

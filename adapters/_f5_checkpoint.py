@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from voicehub_aot.adapters import _sizes as sizes
 from voicehub_aot.adapters._f5_dit import Config, DiT, DiTConfig, inverse_frequencies
 from voicehub_aot.adapters._f5_unett import UNetT, UNetTConfig
-from voicehub_aot.checkpoint import read_tensors
+from voicehub_aot.checkpoint import Reading, read_weights
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of, without_fixed
 
 NAME = "f5tts"
 
@@ -62,28 +63,21 @@ def _fault(config: Config) -> str | None:
 
 def config_from(values: Mapping[str, Any]) -> Config:
     given = {name: value for name, value in values.items() if name not in INERT}
-    backbone = given.pop("backbone", None) or _backbone_of(values)
-    if backbone not in BACKBONES:
+    backbone = given.pop("backbone", _backbone_of(values))
+    if not isinstance(backbone, str) or backbone not in BACKBONES:
         raise UsageError(f"{NAME}: backbone {backbone!r} is not known; known are {', '.join(BACKBONES)}")
-    if given.pop("text_embedding_average_upsampling", False):
-        raise OptionUnsupported(f"{NAME}: text_embedding_average_upsampling=True is not supported; no release uses it")
-    if given.get("qk_norm") not in (None, "rms_norm"):
+    given = without_fixed(NAME, given, {"text_embedding_average_upsampling": False}, "every release has")
+    if isinstance(given.get("qk_norm"), str) and given["qk_norm"] != "rms_norm":
         raise OptionUnsupported(f"{NAME}: qk_norm {given['qk_norm']!r} is not supported; known are None, 'rms_norm'")
-    known = {f.name for f in fields(BACKBONES[backbone])}
-    if unknown := sorted(set(given) - known):
-        raise UsageError(f"{NAME}: {backbone} has no hyperparameter {', '.join(unknown)}; known are {sorted(known)!r}")
-    if "dim" not in given:
-        raise UsageError(f"{NAME}: hyperparameter dim is missing, got {sorted(given)!r}")
     if given.get("text_dim") is None:
         given["text_dim"] = given.get("mel_dim", 100)
-    config = BACKBONES[backbone](**given)
+    config = config_of(f"{NAME} {backbone}", BACKBONES[backbone], given, INERT)
     if fault := _fault(config):
         raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
     return config
 
 
 PREFIX = "ema_model.transformer."
-NESTS = ("ema_model_state_dict", "model_state_dict")  # of .pt files written by upstream's trainer, better one first
 FILES = ("model*.safetensors", "model*.pt")
 
 
@@ -117,15 +111,16 @@ def _find(path: Path, config: str | None) -> Path:
 
 
 def _released_keys(file: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Bare, nested or prefixed keys -> prefixed ones, without what belongs to training or to the mel front end."""
-    content = next((content[nest] for nest in NESTS if isinstance(content.get(nest), Mapping)), content)
+    """Bare or prefixed keys -> prefixed ones, without what belongs to training or to the mel front end."""
     weights = {}
     for key, value in content.items():
         bare = str(key).removeprefix("ema_model.").removeprefix("transformer.")
         if bare in ("initted", "step") or bare.startswith("mel_spec."):
             continue
         if not isinstance(value, Tensor):
-            raise CheckpointMismatch(f"{file}: {key!r} is a {type(value).__name__}, wanted a tensor or {NESTS[0]!r}")
+            raise CheckpointMismatch(
+                f"{file}: {key!r} is a {type(value).__name__}, wanted a tensor, or tensors under 'ema_model_state_dict'"
+            )
         weights[PREFIX + bare] = value
     return weights
 
@@ -158,38 +153,38 @@ def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
     """`base` with the sizes that the tensors have; a tensor that is missing leaves the base's."""
     unett = isinstance(base, UNetTConfig)
     blocks = "layers" if unett else "transformer_blocks"
-    attn, ff = ("layers.0.2", "layers.0.4") if unett else ("transformer_blocks.0.attn", "transformer_blocks.0.ff")
+    attn, ff = ("layers.*.2", "layers.*.4.ff") if unett else ("transformer_blocks.*.attn", "transformer_blocks.*.ff.ff")
 
-    def size(key: str, axis: int, otherwise: int) -> int:
-        tensor = weights.get(PREFIX + key)
-        return tensor.shape[axis] if tensor is not None and tensor.dim() > axis else otherwise
+    def size(otherwise: int, *places: tuple[str, int]) -> int:
+        return sizes.size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
 
-    def count(key: str) -> int:
-        pattern = re.compile(re.escape(f"{PREFIX}{key}.") + r"(\d+)\.")
-        return len({match[1] for match in map(pattern.match, weights) if match})
-
-    dim = size("proj_out.weight", 1, base.dim)
-    dim_head = 2 * size("rotary_embed.inv_freq", 0, base.dim_head // 2)
-    own = {} if unett else {"long_skip_connection": PREFIX + "long_skip_connection.weight" in weights}
+    dim = size(base.dim, ("proj_out.weight", 1), ("time_embed.time_mlp.2.weight", 0))
+    dim_head = 2 * size(base.dim_head // 2, ("rotary_embed.inv_freq", 0))
+    mel = size(base.mel_dim, ("proj_out.weight", 0), ("proj_out.bias", 0))
+    columns = size(2 * base.mel_dim + base.text_dim, ("input_embed.proj.weight", 1))  # of state, prompt and text
+    long_skip = base.long_skip_connection if isinstance(base, DiTConfig) else False
+    own = {} if unett else {"long_skip_connection": long_skip or PREFIX + "long_skip_connection.weight" in weights}
     return replace(
         base,
         dim=dim,
-        depth=count(blocks) or base.depth,
-        heads=size(f"{attn}.to_q.weight", 0, base.heads * dim_head) // max(1, dim_head),
+        depth=sizes.count(weights, PREFIX + blocks) or base.depth,
+        heads=size(base.heads * dim_head, (f"{attn}.to_q.weight", 0)) // max(1, dim_head),
         dim_head=dim_head,
-        ff_mult=size(f"{ff}.ff.0.0.weight", 0, base.ff_mult * dim) // max(1, dim),
-        mel_dim=size("proj_out.weight", 0, base.mel_dim),
-        text_num_embeds=size("text_embed.text_embed.weight", 0, base.text_num_embeds + 1) - 1,
-        text_dim=size("text_embed.text_embed.weight", 1, base.text_dim),
-        conv_layers=count("text_embed.text_blocks"),
-        qk_norm="rms_norm" if f"{PREFIX}{attn}.q_norm.weight" in weights else None,
+        ff_mult=size(base.ff_mult * dim, (f"{ff}.0.0.weight", 0), (f"{ff}.2.weight", 1)) // max(1, dim),
+        mel_dim=mel,
+        text_num_embeds=size(base.text_num_embeds + 1, ("text_embed.text_embed.weight", 0)) - 1,
+        text_dim=size(columns - 2 * mel, ("text_embed.text_embed.weight", 1)),
+        conv_layers=sizes.count(weights, f"{PREFIX}text_embed.text_blocks"),
+        qk_norm="rms_norm" if any(key.endswith(("q_norm.weight", "k_norm.weight")) for key in weights) else None,
         **own,
     )
 
 
-def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     file = _find(path, config if isinstance(config, str) else None)
-    weights = _released_keys(file, read_tensors(file))
+    weights = _released_keys(file, read_weights(file, reading or Reading())[0])
     found = _sizes(weights, _flags(file, config, weights))
     if fault := _fault(found):
         raise CheckpointMismatch(f"{file}: its tensors have impossible shapes: {fault}; give an F5-TTS checkpoint")

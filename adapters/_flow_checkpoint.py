@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from voicehub_aot.adapters._causal_decoder import DecoderConfig
-from voicehub_aot.checkpoint import read_tensors
+from voicehub_aot.adapters._sizes import count, size
+from voicehub_aot.checkpoint import Reading, read_weights
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UsageError
+from voicehub_aot.hyperparameters import config_of, without_fixed
 
 ESTIMATOR = "decoder.estimator."
 # The other modules of a flow, and those beside it in S3Gen: resemble-ai/chatterbox 5de7a54, models/s3gen: s3gen.py and
@@ -34,12 +34,12 @@ def find(path: Path, files: Sequence[str]) -> Path:
     raise CheckpointMismatch(f"{path}: no {' or '.join(files)} in it; name the checkpoint file")
 
 
-def read_estimator(file: Path, prefix: str) -> dict[str, Tensor]:
+def read_estimator(file: Path, prefix: str, reading: Reading) -> dict[str, Tensor]:
     """The estimator's tensors under `prefix`, from a whole S3Gen, a flow, or the estimator alone (bare keys).
 
     What belongs to the other modules is left out; what belongs to none keeps its key, to be named as unexpected.
     """
-    content = read_tensors(file)
+    content = read_weights(file, reading)[0]
     inner = {str(key): str(key).removeprefix("flow.") for key in content}
     whole = any(name.startswith(ESTIMATOR) for name in inner.values())
     weights = {}
@@ -53,18 +53,6 @@ def read_estimator(file: Path, prefix: str) -> dict[str, Tensor]:
         else:
             weights[prefix + name.removeprefix(ESTIMATOR)] = value
     return weights
-
-
-def size(weights: Mapping[str, Tensor], key: str, axis: int, otherwise: int) -> int:
-    """Of one tensor; `otherwise` where it is missing."""
-    tensor = weights.get(key)
-    return tensor.shape[axis] if tensor is not None and tensor.dim() > axis else otherwise
-
-
-def count(weights: Mapping[str, Tensor], prefix: str) -> int:
-    """How many numbered children `prefix` has."""
-    pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
-    return len({match[1] for match in map(pattern.match, weights) if match})
 
 
 # --- the causal decoder
@@ -90,19 +78,10 @@ def decoder_fault(config: DecoderConfig) -> str | None:
 def decoder_config(where: str, values: Mapping[str, Any]) -> DecoderConfig:
     """Hyperparameters under upstream's names; what is not given is as released."""
     given = {name: value for name, value in values.items() if name not in INERT}
-    for name, wanted in ONLY.items():
-        if given.pop(name, wanted) != wanted:
-            raise OptionUnsupported(f"{where}: {name}={values[name]!r} is not supported; known is {wanted!r}")
-    known = sorted(f.name for f in fields(DecoderConfig))
-    if unknown := sorted(set(given) - set(known)):
-        raise UsageError(f"{where}: no hyperparameter {', '.join(unknown)}; known are {known!r}")
-    if "channels" in given:
-        given["channels"] = tuple(given["channels"])
-        if len(given["channels"]) != 1:
-            raise OptionUnsupported(
-                f"{where}: channels={list(given['channels'])!r} is not supported; wanted one level, not resampled"
-            )
-    config = DecoderConfig(**given)
+    given = without_fixed(where, given, ONLY, "known is")
+    if isinstance(levels := given.get("channels"), list | tuple) and len(levels) != 1:
+        raise OptionUnsupported(f"{where}: channels={levels!r} is not supported; wanted one level, not resampled")
+    config = config_of(where, DecoderConfig, given, INERT)
     if fault := decoder_fault(config):
         raise UsageError(f"{where}: {fault}; give upstream's hyperparameters")
     return config
@@ -110,13 +89,17 @@ def decoder_config(where: str, values: Mapping[str, Any]) -> DecoderConfig:
 
 def decoder_sizes(weights: Mapping[str, Tensor], base: DecoderConfig) -> DecoderConfig:
     """weights: bare keys. The sizes that they have; `base` for those they do not tell: width and number of heads."""
-    inner = size(weights, "down_blocks.0.1.0.attn1.to_q.weight", 0, base.num_heads * base.attention_head_dim)
+    attention = base.num_heads * base.attention_head_dim
+    inner = size(
+        weights, attention, *((f"{at}.attn1.to_q.weight", 0) for at in ("down_blocks.0.1.*", "mid_blocks.*.1.*"))
+    )
+    first = ("down_blocks.0.0.res_conv.weight", "down_blocks.0.0.block1.block.0.weight")
     return DecoderConfig(
-        in_channels=size(weights, "down_blocks.0.0.res_conv.weight", 1, base.in_channels),
-        out_channels=size(weights, "final_proj.weight", 0, base.out_channels),
-        channels=(size(weights, "down_blocks.0.0.res_conv.weight", 0, base.channels[0]),),
+        in_channels=size(weights, base.in_channels, *((key, 1) for key in first)),
+        out_channels=size(weights, base.out_channels, ("final_proj.weight", 0), ("final_proj.bias", 0)),
+        channels=(size(weights, base.channels[0], *((key, 0) for key in first)),),
         attention_head_dim=base.attention_head_dim,
-        n_blocks=count(weights, "down_blocks.0.1") or base.n_blocks,
+        n_blocks=max(count(weights, at) for at in ("down_blocks.0.1", "mid_blocks.*.1")) or base.n_blocks,
         num_mid_blocks=count(weights, "mid_blocks") or base.num_mid_blocks,
         num_heads=inner // base.attention_head_dim,
         meanflow="time_embed_mixer.weight" in weights,

@@ -15,7 +15,9 @@ from torch import Tensor
 from voicehub_aot.adapters import _rf_checkpoint as checkpoints
 from voicehub_aot.adapters._irodori_net import Config, TextToLatentRFDiT
 from voicehub_aot.adapters._rf_dit import Sizes
+from voicehub_aot.checkpoint import Reading
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of
 
 NAME = "irodoritts"
 
@@ -60,10 +62,7 @@ def _shaping(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
-    given, known = _shaping(values), {f.name for f in fields(Config)}
-    if unknown := sorted(set(given) - known):
-        raise UsageError(f"{NAME}: no hyperparameters {unknown!r}; known are {sorted(known | INERT)!r}")
-    config = Config(**given)
+    config = config_of(NAME, Config, _shaping(values), INERT)
     if fault := checkpoints.fault(config.sizes):
         raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
     return config
@@ -106,11 +105,13 @@ def _ratio(sizes: Sizes, base: float) -> float:
     return base if int(sizes.width * base) == sizes.inner else (sizes.inner + 0.5) / max(1, sizes.width)
 
 
-def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     file = checkpoints.find(path, FILES)
-    everything, beside = checkpoints.read(file)
+    everything, beside = checkpoints.read(file, reading or Reading())
     weights = checkpoints.without(everything, OUTSIDE)
     base = CONFIGS[config] if isinstance(config, str) else config or _recorded(file, beside) or _RELEASED
     conditions = {name: checkpoints.has_context(weights, name) for name in ("speaker", "caption")}

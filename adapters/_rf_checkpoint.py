@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from voicehub_aot.adapters._rf_dit import Sizes
-from voicehub_aot.checkpoint import read_tensors
+from voicehub_aot.adapters._sizes import count, size
+from voicehub_aot.checkpoint import Reading, read_weights, refuse_lora
 from voicehub_aot.errors import CheckpointMismatch
-
-NEST = "model"  # of .pt files written by Irodori-TTS's trainer
-LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)|^base_model\.model\.")
 
 
 def find(path: Path, files: Iterable[str]) -> Path:
@@ -31,18 +28,13 @@ def find(path: Path, files: Iterable[str]) -> Path:
     raise CheckpointMismatch(f"{path}: no {' or '.join(files)} in it; name the checkpoint file")
 
 
-def read(file: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """-> (all tensors of the model, what stands beside them in a trainer's file). A LoRA is refused."""
-    content: Mapping[str, Any] = read_tensors(file)
-    nested = isinstance(content.get(NEST), Mapping)
-    weights = content[NEST] if nested else content
+def read(file: Path, reading: Reading) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """-> (all tensors of the model, what stands beside them in a trainer's file)."""
+    weights, beside = read_weights(file, reading)
+    refuse_lora(file, weights)
     if strange := [f"{k!r} is a {type(v).__name__}" for k, v in weights.items() if not isinstance(v, Tensor)]:
-        raise CheckpointMismatch(f"{file}: {strange[0]}, wanted tensors, or a mapping of them under {NEST!r}")
-    if lora := sorted(k for k in weights if LORA.search(k)):
-        raise CheckpointMismatch(
-            f"{file}: holds a LoRA ({len(lora)} tensors, e.g. {lora[0]!r}); merge it into its base model first"
-        )
-    return dict(weights), content if nested else {}
+        raise CheckpointMismatch(f"{file}: {strange[0]}, wanted tensors, or a mapping of them under 'model'")
+    return weights, beside
 
 
 def without(weights: Mapping[str, Tensor], outside: tuple[str, ...]) -> dict[str, Tensor]:
@@ -53,21 +45,19 @@ def without(weights: Mapping[str, Tensor], outside: tuple[str, ...]) -> dict[str
 def sizes_of(weights: Mapping[str, Tensor], base: Sizes) -> Sizes:
     """`base` with the sizes that the tensors have; a tensor that is missing or odd leaves the base's."""
 
-    def size(key: str, axis: int, otherwise: int) -> int:
-        tensor = weights.get(key)
-        return tensor.shape[axis] if tensor is not None and tensor.dim() > axis else otherwise
-
-    attention = "blocks.0.attention"
-    blocks = {match[1] for match in (re.match(r"blocks\.(\d+)\.", key) for key in weights) if match}
-    context = {name: size(f"{attention}.wk_{name}.weight", 1, width) for name, width in base.context.items()}
+    attention, mlp = "blocks.*.attention", "blocks.*.mlp"
+    context = {
+        name: size(weights, width, (f"{attention}.wk_{name}.weight", 1), (f"{attention}.wv_{name}.weight", 1))
+        for name, width in base.context.items()
+    }
     return Sizes(
-        latent=size("in_proj.weight", 1, base.latent),
-        width=size("in_proj.weight", 0, base.width),
-        layers=len(blocks) or base.layers,
-        heads=size(f"{attention}.q_norm.weight", 0, base.heads),
-        inner=size("blocks.0.mlp.w1.weight", 0, base.inner),
-        waves=size("cond_module.0.weight", 1, base.waves),
-        rank=size("blocks.0.attention_adaln.shift_down.weight", 0, base.rank),
+        latent=size(weights, base.latent, ("in_proj.weight", 1), ("out_proj.weight", 0)),
+        width=size(weights, base.width, ("in_proj.weight", 0), ("out_proj.weight", 1)),
+        layers=count(weights, "blocks") or base.layers,
+        heads=size(weights, base.heads, (f"{attention}.q_norm.weight", 0)),
+        inner=size(weights, base.inner, (f"{mlp}.w1.weight", 0)),
+        waves=size(weights, base.waves, ("cond_module.0.weight", 1)),
+        rank=size(weights, base.rank, ("blocks.*.attention_adaln.shift_down.weight", 0)),
         eps=base.eps,
         context=context,
     )
@@ -80,6 +70,8 @@ def fault(sizes: Sizes) -> str | None:
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             return f"{name}={value!r} is no positive integer"
+    if not sizes.eps > 0:
+        return f"norm_eps={sizes.eps!r} is not positive"
     if sizes.heads < 2:
         return f"heads={sizes.heads!r}: half of them are rotated, so 2 at least"
     if sizes.width % sizes.heads or (sizes.width // sizes.heads) % 2:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters._sizes import count, size
 from voicehub_aot.adapters._styletts2_net import Config, StyleDenoiser
-from voicehub_aot.checkpoint import read_tensors
+from voicehub_aot.checkpoint import Reading, read_weights
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of, without_fixed
 
 NAME = "styletts2"
 PLACEHOLDER = 0.2  # upstream's own, in Configs/config_libritts.yml: good for synthetic weights only
@@ -70,14 +72,10 @@ def _of_training(values: Mapping[str, Any]) -> dict[str, Any]:
 def config_from(values: Mapping[str, Any]) -> Config:
     """Names as in `Config` and upstream's constructors, `class` among them, or a whole config.yml as JSON."""
     given = _of_training(values) if "model_params" in values else dict(values)
-    for name, wanted in FIXED.items():
-        if given.pop(name, wanted) != wanted:
-            raise OptionUnsupported(f"{NAME}: {name}={values[name]!r} is not supported; every release has {wanted!r}")
+    given = without_fixed(NAME, given, FIXED, "every release has")
     network = given.pop("class", None)
-    known = {f.name for f in fields(Config)}
-    if unknown := sorted(set(given) - known):
-        raise UsageError(f"{NAME}: unknown hyperparameters {unknown!r}; known are {sorted(known | {'class'})!r}")
     if given.get("sigma_data") is None:
+        config_of(NAME, Config, {**given, "sigma_data": PLACEHOLDER}, ("class",))  # what else is wrong comes first
         raise UsageError(f"{NAME}: hyperparameter sigma_data is missing; {SIGMA_DATA}")
     if network is None and "context_features" not in given:
         raise UsageError(f"{NAME}: which network is it? Give class, one of {CLASSES!r}, or context_features")
@@ -85,7 +83,10 @@ def config_from(values: Mapping[str, Any]) -> Config:
         raise UsageError(f"{NAME}: class {network!r} is not known; known are {CLASSES!r}")
     if network == CLASSES[0]:
         given.setdefault("context_features", given.get("channels", Config.channels))
-    config = Config(**given)
+    sigma = given["sigma_data"]
+    if not isinstance(sigma, int | float) or isinstance(sigma, bool):
+        raise UsageError(f"{NAME}: sigma_data={sigma!r}, wanted a positive number; {SIGMA_DATA}")
+    config = config_of(NAME, Config, given, ("class",))
     if network is not None and (network == CLASSES[0]) != (config.context_features is not None):
         raise OptionUnsupported(f"{NAME}: {network} with context_features={config.context_features!r} has no release")
     _check(config)
@@ -143,24 +144,57 @@ def _denoiser(file: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
     return content
 
 
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Equal, NaN for NaN: what is wrong with values is said later."""
+    if one is other or one.shape != other.shape or one.dtype != other.dtype:
+        return one is other
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 def _released_keys(file: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for key, value in content.items():
         if not isinstance(value, Tensor):
             raise CheckpointMismatch(f"{file}: {key!r} is a {type(value).__name__}, wanted a tensor or 'net'")
-        bare = str(key).removeprefix("module.")
+        bare = str(key)
         for name in NAMES:
             bare = bare.removeprefix(name)
-        if not torch.equal(weights.setdefault(PREFIX + bare, value), value):
+        if not _alike(weights.setdefault(PREFIX + bare, value), value):
             raise CheckpointMismatch(f"{file}: two entries for {bare!r} differ; a released file holds it twice, alike")
     return weights
 
 
-def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
+    """`base` with the sizes that the tensors have; of the attention they tell only the product of both its sizes."""
+
+    def told(otherwise: int, *places: tuple[str, int]) -> int:
+        return size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
+
+    channels = told(base.channels, ("to_out.1.weight", 0), ("to_out.1.bias", 0))
+    width = told(base.width, ("to_out.1.weight", 1), ("to_mapping.0.weight", 0))
+    inner = told(base.num_heads * base.head_features, ("blocks.*.attention.to_q.weight", 0))
+    hidden = told(base.multiplier * width, ("blocks.*.feed_forward.0.weight", 0), ("blocks.*.feed_forward.2.weight", 1))
+    style = base.context_features
+    return replace(
+        base,
+        num_layers=count(weights, PREFIX + "blocks") or base.num_layers,
+        channels=channels,
+        num_heads=inner // base.head_features,
+        multiplier=hidden // max(1, width),
+        context_embedding_features=width - channels,
+        context_features=None if style is None else told(style, ("to_features.0.weight", 1)),
+        embedding_max_length=told(base.embedding_max_length, ("fixed_embedding.embedding.weight", 0)),
+    )
+
+
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     if config is None or config in RELEASED:
         raise CheckpointMismatch(f"{path}: {SIGMA_DATA}")
     file = _find(path)
     chosen = CONFIGS[config] if isinstance(config, str) else config
-    return chosen, _released_keys(file, _denoiser(file, read_tensors(file)))
+    weights = _released_keys(file, _denoiser(file, read_weights(file, reading or Reading())[0]))
+    return _sizes(weights, chosen), weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,11 @@ class Config:
         def divides(part: int, whole: int) -> bool:
             return part > 0 and whole % part == 0
 
+        whole = [getattr(self, f.name) for f in fields(self) if f.type == "int"] + [*self.dilations_0]
+        positive = (self.rotary_base, self.rotary_scale, self.layer_norm_eps)
         rules = {
+            "sizes must be positive integers": all(size > 0 for size in whole) and len(self.dilations_0) > 0,
+            "rotary_base, rotary_scale and layer_norm_eps must be positive": all(0 < v < math.inf for v in positive),
             "text_n_heads must divide text_attn_units, to even widths": divides(
                 2 * self.text_n_heads, self.text_attn_units
             ),

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from voicehub_aot.adapters._sizes import count, size
+from voicehub_aot.adapters._supertonic_net import Config
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency
 
 STYLE_KEY = "style_key"  # our name for the conditional key bank, which has no torch name in the graph
@@ -30,6 +32,10 @@ FIELD = "vector_field."
 STYLE_BLOCK, TEXT_BLOCK = FIELD + "main_blocks.5.attention.", FIELD + "main_blocks.3.attn."
 STYLE_KEY_FALLBACKS = ("/vector_estimator/Expand_output_0", "/Expand_output_0")
 PASSED_THROUGH = ("Identity", "Cast", "Expand", "Tile", "Unsqueeze", "Concat")  # Concat: the conditional half is first
+QUANTISED = {
+    *("DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"),
+    *("MatMulNBits", "QGemm"),
+}
 FORMULAS = ("attn.theta", "attn.increments")
 LINEAR_NODE = re.compile(r"/(?:vector_estimator/)?(vector_field/\S+/linear)/(?:MatMul|Gemm)")
 DEPTHWISE = re.compile(r"vector_field\.(main_blocks\.\d+|last_convnext)\.convnext\.(\d+)\.dwconv\.weight")
@@ -47,6 +53,7 @@ class Graph:
             graph = onnx.load(str(path)).graph
         except Exception as error:  # protobuf's, onnx's and plain OS errors
             raise CheckpointMismatch(f"{path}: not a readable ONNX file ({error!r}); download it again") from error
+        self.path = path
         self.nodes: list[Any] = list(graph.node)
         self.inputs = [i.name for i in graph.input]
         self.initializers: dict[str, Any] = {i.name: i for i in graph.initializer}
@@ -61,7 +68,10 @@ class Graph:
         from onnx import helper, numpy_helper
 
         if name in self.initializers:
-            return numpy_helper.to_array(self.initializers[name])
+            try:
+                return numpy_helper.to_array(self.initializers[name])
+            except Exception as error:  # too few bytes, a dtype that numpy lacks
+                raise CheckpointMismatch(f"{self.path}: {name} is unreadable ({error}); download it again") from error
         node = self.producer.get(name)
         if node is not None and node.op_type == "Identity":
             return self.constant(node.input[0])
@@ -97,16 +107,28 @@ def read_graph(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in names)), None)
     if prefix is None:
         raise CheckpointMismatch(f"{path}: no weight is named {' or '.join(p + '…' for p in PREFIXES)}")
+    if quantised := sorted({n.op_type for n in graph.nodes} & QUANTISED):
+        raise CheckpointMismatch(f"{path}: a quantised graph ({', '.join(quantised)}); give the released float one")
     linears = _linears(graph, prefix)
     arrays: dict[str, np.ndarray[Any, Any] | None] = {
         name: graph.constant(name) for name in names if name.startswith(prefix) and not name.endswith(FORMULAS)
     }
     arrays |= {f"{prefix}{module}.weight": weight for module, (_, weight) in linears.items()}
     arrays[STYLE_KEY] = _style_key(graph, linears)
-    weights = {
-        k: torch.from_numpy(np.array(v, dtype=np.float32, order="C")) for k, v in arrays.items() if v is not None
-    }
+    weights = {name: _tensor(path, name, array) for name, array in arrays.items() if array is not None}
     return _facts(str(path), graph, prefix, linears), weights
+
+
+def _tensor(path: Path, name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """In the graph's own dtype, so that what is not a float is seen; bfloat16, unknown to numpy, becomes float32."""
+    if array.dtype.name == "bfloat16":
+        array = array.astype(np.float32)
+    try:
+        return torch.from_numpy(np.array(array, order="C"))
+    except TypeError as error:
+        raise CheckpointMismatch(
+            f"{path}: {name} is {array.dtype.name}; give the graph that was not quantised"
+        ) from error
 
 
 Linears = Mapping[str, tuple[Any, np.ndarray[Any, Any]]]
@@ -160,7 +182,9 @@ def _facts(where: str, graph: Graph, prefix: str, linears: Linears) -> dict[str,
 
 def _rotary(where: str, theta: np.ndarray[Any, Any], linears: Linears) -> dict[str, Any]:
     """theta_j = scale * base ** (-j / half), one for each pair of a head's channels."""
-    half, scale = theta.size, float(theta[0])
+    half, scale = theta.size, float(theta[0]) if theta.size else 0.0
+    if not (np.isfinite(theta).all() and (theta > 0).all() and half):
+        raise CheckpointMismatch(f"{where}: theta {theta!r} is not a row of positive numbers; download it again")
     base = round(float(theta[0] / theta[-1]) ** (half / (half - 1))) if half > 1 else 10000
     if not np.allclose(theta, scale * base ** (-np.arange(half) / half), rtol=1e-4):
         raise CheckpointMismatch(f"{where}: theta {theta!r} is not {scale!r} * {base!r} ** (-j / {half})")
@@ -231,37 +255,37 @@ def _factor(graph: Graph, product: Any) -> float | None:
     return next((s for s in map(graph.scalar, product.input) if s is not None), None)
 
 
-SIZES = {
-    "latent_channels": (FIELD + "proj_in.net.weight", 1),
-    "hidden": (FIELD + "proj_in.net.weight", 0),
-    "intermediate_dim": (FIELD + "main_blocks.0.convnext.0.pwconv1.weight", 0),
-    "ksz": (FIELD + "main_blocks.0.convnext.0.dwconv.weight", 2),
-    "time_dim": (FIELD + "time_encoder.mlp.0.linear.weight", 1),
-    "time_hdim": (FIELD + "time_encoder.mlp.0.linear.weight", 0),
-    "text_dim": (TEXT_BLOCK + "W_key.linear.weight", 1),
-    "text_attn_units": (TEXT_BLOCK + "W_key.linear.weight", 0),
-    "style_dim": (STYLE_KEY, 2),
-    "n_style": (STYLE_KEY, 1),
+BLOCK = FIELD + "main_blocks.*."
+SIZES: Mapping[str, tuple[tuple[str, int], ...]] = {  # where each is told, as (key, axis)
+    "latent_channels": ((FIELD + "proj_in.net.weight", 1), (FIELD + "proj_out.net.weight", 0)),
+    "hidden": ((FIELD + "proj_in.net.weight", 0), (FIELD + "proj_out.net.weight", 1)),
+    "intermediate_dim": ((BLOCK + "convnext.*.pwconv1.weight", 0),),
+    "ksz": ((BLOCK + "convnext.*.dwconv.weight", 2),),
+    "time_dim": ((FIELD + "time_encoder.mlp.0.linear.weight", 1), (FIELD + "time_encoder.mlp.2.linear.weight", 0)),
+    "time_hdim": ((FIELD + "time_encoder.mlp.0.linear.weight", 0), (FIELD + "time_encoder.mlp.2.linear.weight", 1)),
+    "text_dim": ((BLOCK + "attn.W_key.linear.weight", 1),),
+    "text_attn_units": ((BLOCK + "attn.W_key.linear.weight", 0),),
+    "style_dim": ((STYLE_KEY, 2), (BLOCK + "attention.W_key.linear.weight", 1)),
 }
+N_STYLE = ((STYLE_KEY, 1), ("uncond_masker.style_key_special_token", 1))
+LAYERS = 6  # of a block: convnext, time, convnext, text attention, convnext, style attention
 
 
 def sizes(where: str, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The hyperparameters that names and shapes tell."""
+    """The hyperparameters that names and shapes tell; one missing tensor changes none of them."""
     prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in weights)), "")
-    named = {name.removeprefix(prefix): tuple(w.shape) for name, w in weights.items()}
-    missing = sorted({k for k, axis in SIZES.values() if len(named.get(k, ())) <= axis})
+    named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    told = {name: size(named, 0, *places) for name, places in SIZES.items()}
+    missing = sorted({SIZES[name][0][0] for name, value in told.items() if not value})
     if not prefix or missing:
         wanted = ", ".join(missing) or " or ".join(p + "…" for p in PREFIXES)
         raise CheckpointMismatch(f"{where}: not a Supertonic vector estimator; not found, or of another rank: {wanted}")
-
-    def count(pattern: str) -> int:
-        return sum(re.fullmatch(FIELD.replace(".", r"\.") + pattern, name) is not None for name in named)
-
     return {
         "version": PREFIXES[prefix],
-        **{name: named[key][axis] for name, (key, axis) in SIZES.items()},
-        "dilations_0": tuple(2**i for i in range(count(r"main_blocks\.0\.convnext\.\d+\.gamma"))),
-        "n_blocks": count(r"main_blocks\.\d+\.linear\.linear\.weight"),
-        "n_last_convnext": count(r"last_convnext\.convnext\.\d+\.gamma"),
+        **told,
+        "n_style": size(named, Config.n_style, *N_STYLE),
+        "dilations_0": tuple(2**i for i in range(count(named, FIELD + "main_blocks.0.convnext"))),
+        "n_blocks": -(-count(named, FIELD + "main_blocks") // LAYERS),
+        "n_last_convnext": count(named, FIELD + "last_convnext.convnext"),
         "guidance_in_graph": any(name.startswith("uncond_masker.") for name in named),
     }

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from voicehub_aot.adapters._sizes import count, size
 from voicehub_aot.adapters._vibevoice_head import PREFIX, Config, released_shapes
-from voicehub_aot.checkpoint import read_tensors
-from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.checkpoint import Reading, read_weights
+from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of, part_of, without_fixed
 
 NAME = "vibevoice"
 CONFIGS: Mapping[str, Config] = {
@@ -34,20 +35,11 @@ INERT = {"model_type", "speech_vae_dim", "ddpm_num_inference_steps", "ddpm_batch
 
 def config_from(values: Mapping[str, Any]) -> Config:
     """Names as in `Config` and upstream's diffusion_head_config, or a whole released config.json that holds one."""
-    values = values.get("diffusion_head_config", values)
-    if not isinstance(values, Mapping):
-        raise UsageError(f"{NAME}: diffusion_head_config is a {type(values).__name__}, wanted hyperparameters")
+    if "diffusion_head_config" in values:
+        values = part_of(NAME, values, "diffusion_head_config")
     given = {name: value for name, value in values.items() if name not in INERT}
-    for name, wanted in FIXED.items():
-        if given.pop(name, wanted) != wanted:
-            raise OptionUnsupported(f"{NAME}: {name}={values[name]!r} is not supported; every release has {wanted!r}")
-    known = {f.name for f in fields(Config)}
-    if unknown := sorted(set(given) - known):
-        wanted = sorted(known | INERT | set(FIXED))
-        raise UsageError(f"{NAME}: unknown hyperparameters {unknown!r}; known are {wanted!r}")
-    if "hidden_size" not in given:
-        raise UsageError(f"{NAME}: hyperparameter hidden_size is missing, got {sorted(given)!r}")
-    config = Config(**given)
+    given = without_fixed(NAME, given, FIXED, "every release has")
+    config = config_of(NAME, Config, given, INERT | set(FIXED))
     for name in ("hidden_size", "head_layers", "latent_size"):
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -89,11 +81,11 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _head(file: Path) -> dict[str, Tensor]:
+def _head(file: Path, reading: Reading) -> dict[str, Tensor]:
     """Tensors of the head under released keys; the other parts of a whole model are not even read."""
-    content: Mapping[str, Any] = read_tensors(file, NAMES)
+    content: Mapping[str, Any] = read_weights(file, reading, NAMES)[0]
     if not any(str(key).startswith(NAMES) for key in content):
-        content = read_tensors(file)
+        content = read_weights(file, reading)[0]
     weights = {}
     inside = any(str(key).startswith(NAMES) for key in content)
     for key, value in content.items():
@@ -108,31 +100,33 @@ def _head(file: Path) -> dict[str, Tensor]:
 def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
     """`base` with the sizes that the tensors have; a tensor that is missing leaves the base's."""
 
-    def size(key: str, axis: int, otherwise: int) -> int:
-        tensor = weights.get(PREFIX + key)
-        return tensor.shape[axis] if tensor is not None and tensor.dim() == 2 else otherwise
+    def told(otherwise: int, *places: tuple[str, int]) -> int:
+        return size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
 
-    width = size("cond_proj.weight", 0, base.hidden_size)
-    inner = size("layers.0.ffn.down_proj.weight", 1, int(width * base.head_ffn_ratio))
+    width = told(base.hidden_size, ("cond_proj.weight", 0), ("noisy_images_proj.weight", 0))
+    inner = told(
+        int(width * base.head_ffn_ratio), ("layers.*.ffn.down_proj.weight", 1), ("layers.*.ffn.up_proj.weight", 0)
+    )
     same = int(width * base.head_ffn_ratio) == inner or not width
-    layers = {match[1] for match in (re.match(re.escape(PREFIX) + r"layers\.(\d+)\.", key) for key in weights) if match}
     return replace(
         base,
         hidden_size=width,
-        head_layers=len(layers) or base.head_layers,
+        head_layers=count(weights, PREFIX + "layers") or base.head_layers,
         head_ffn_ratio=base.head_ffn_ratio if same else inner / width,
-        latent_size=size("noisy_images_proj.weight", 1, base.latent_size),
+        latent_size=told(base.latent_size, ("noisy_images_proj.weight", 1), ("final_layer.linear.weight", 0)),
     )
 
 
-def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     weights: dict[str, Tensor] = {}
     for file in _files(path):
-        weights |= _head(file)
+        weights |= _head(file, reading or Reading())
     if config is not None:
-        return CONFIGS[config] if isinstance(config, str) else config, weights
+        return _sizes(weights, CONFIGS[config] if isinstance(config, str) else config), weights
     released = CONFIGS["VibeVoice-1.5B"]
     found = _sizes(weights, released)
     return next((known for known in CONFIGS.values() if _sizes(weights, known) == known), found), weights

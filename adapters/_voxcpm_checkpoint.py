@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters._sizes import count, size
 from voicehub_aot.adapters._voxcpm_dit import Config, LocDiT
-from voicehub_aot.checkpoint import check_shapes, read_tensors
+from voicehub_aot.checkpoint import Reading, check_shapes, read_weights, refuse_lora
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.hyperparameters import config_of, part_of
 
 NAME = "voxcpm"
 PREFIX = "feat_decoder.estimator."
@@ -102,7 +104,9 @@ def checked(config: Config) -> Config:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{NAME}: {name}={value!r} is no positive integer")
     c = config
-    faults = {
+    positive = {"rope_scale": c.rope_scale, "rope_theta": c.rope_theta, "rms_norm_eps": c.rms_norm_eps}
+    faults = {f"{name}={value!r} is not positive": not value > 0 for name, value in positive.items()} | {
+        "rope_factors holds numbers that are not positive": not all(f > 0 for f in c.rope_factors),
         f"variant={c.variant!r} is not one of 'v1', 'v2'": c.variant not in ("v1", "v2"),
         f"mu_tokens={c.mu_tokens!r}, but v1 has 1": c.variant == "v1" and c.mu_tokens != 1,
         f"hidden_size={c.hidden_size!r} is odd or less than 4": c.hidden_size % 2 == 1 or c.hidden_size < 4,
@@ -133,8 +137,7 @@ def config_from(values: Mapping[str, Any]) -> Config:
         return _of_decoder(given, own)
     known = [f.name for f in fields(Config)]
     _only(given, known, "hyperparameters")
-    _all(given, [f.name for f in fields(Config) if f.default is MISSING], "hyperparameters")
-    return checked(Config(**{**given, **own, "rope_factors": tuple(given["rope_factors"])}))
+    return checked(config_of(NAME, Config, {**given, **own}))
 
 
 def _only(values: Mapping[str, Any], known: list[str], what: str) -> None:
@@ -164,14 +167,18 @@ def _of_release(values: Mapping[str, Any], own: Mapping[str, Any]) -> Config:
     """
     _all(values, ["architecture", "lm_config", "dit_config"], "fields of config.json")
     variants = {"voxcpm": "v1", "voxcpm2": "v2"}
-    architecture = str(values["architecture"]).lower()
-    if architecture not in variants:
+    architecture = values["architecture"]
+    if not isinstance(architecture, str):
+        raise UsageError(f"{NAME}: architecture={architecture!r} is not text; known are {', '.join(variants)}")
+    if architecture.lower() not in variants:
         raise OptionUnsupported(f"{NAME}: architecture {architecture!r} is not known; known are {', '.join(variants)}")
-    variant, dit = variants[architecture], dict(values["dit_config"])
+    variant, dit = variants[architecture.lower()], part_of(NAME, values, "dit_config")
     _all(dit, list(OF_DIT), "fields of dit_config")
-    if (solver := dit.get("cfm_config", {}).get("solver", "euler")) != "euler":
+    loop = part_of(NAME, dit, "cfm_config") if "cfm_config" in dit else {}
+    if (solver := loop.get("solver", "euler")) != "euler":
         raise OptionUnsupported(f"{NAME}: solver {solver!r} is not known; upstream's loop is 'euler'")
-    decoder = {name: value for name, value in values["lm_config"].items() if name in (*OF_DECODER, "use_mup")}
+    model = part_of(NAME, values, "lm_config")
+    decoder = {name: value for name, value in model.items() if name in (*OF_DECODER, "use_mup")}
     decoder |= {ours: dit[theirs] for theirs, ours in OF_DIT.items()} | {"kv_channels": dit.get("kv_channels")}
     mean = dit.get("dit_mean_mode", False) if variant == "v2" else values.get("dit_mean_mode", False)
     patch = values.get("patch_size", 4 if variant == "v2" else 2)
@@ -183,27 +190,43 @@ def _of_decoder(values: Mapping[str, Any], own: Mapping[str, Any]) -> Config:
     outer = ["variant", "decoder", "feat_dim", "mean_mode", "patch_size", "context_size", "mu_tokens"]
     _only(values, outer, "hyperparameters")
     _all(values, ["variant", "decoder"], "hyperparameters")
-    decoder = {name: value for name, value in values["decoder"].items() if name not in INERT}
+    decoder = {name: value for name, value in part_of(NAME, values, "decoder").items() if name not in INERT}
     _only(decoder, [*OF_DECODER, "use_mup", "kv_channels", "no_rope", *INERT], "hyperparameters of the decoder")
     _all(decoder, list(OF_DECODER), "hyperparameters of the decoder")
     if decoder.pop("no_rope", False):
         raise OptionUnsupported(f"{NAME}: a decoder with no_rope=True is not supported; no release has one")
-    factors, scale = _rope(decoder.pop("rope_scaling"), decoder.pop("max_position_embeddings"))
-    width = decoder.pop("kv_channels", None) or decoder["hidden_size"] // max(1, decoder["num_attention_heads"])
+    factors, scale = _rope(part_of(NAME, decoder, "rope_scaling"), decoder["max_position_embeddings"])
+    width = decoder.get("kv_channels") or _size(decoder, "hidden_size") // _size(decoder, "num_attention_heads")
+    decoder = {k: v for k, v in decoder.items() if k not in ("rope_scaling", "max_position_embeddings", "kv_channels")}
     patch = values.get("patch_size", 4)
     given = {name: value for name, value in values.items() if name != "decoder"}
     derived = {"context_size": patch, "mu_tokens": 2 if values["variant"] == "v2" else 1, "use_mup": True}
     rope = {"kv_channels": width, "rope_factors": factors, "rope_scale": scale}
-    return checked(Config(**{**derived, **decoder, **given, **own, **rope}))
+    return checked(config_of(NAME, Config, {**derived, **decoder, **given, **own, **rope}))
 
 
-def _rope(scaling: Mapping[str, Any], longest: int) -> tuple[tuple[float, ...], float]:
+def _size(values: Mapping[str, Any], name: str) -> int:
+    value = values[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{NAME}: {name}={value!r} is no positive integer; give upstream's hyperparameters")
+    return value
+
+
+def _rope(scaling: Mapping[str, Any], longest: Any) -> tuple[tuple[float, ...], float]:
     """The factors that the context length chooses, once and for every sequence, and the scale of cos and sin."""
     _all(scaling, ["type", "long_factor", "short_factor", "original_max_position_embeddings"], "fields of rope_scaling")
     if scaling["type"] != "longrope":
         raise OptionUnsupported(f"{NAME}: rope_scaling of type {scaling['type']!r} is not known; wanted 'longrope'")
-    original = scaling["original_max_position_embeddings"]
-    factors = scaling["long_factor" if longest > original else "short_factor"]
+    original = _size(scaling, "original_max_position_embeddings")
+    longest = _size({"max_position_embeddings": longest}, "max_position_embeddings")
+    if original == 1:
+        raise UsageError(f"{NAME}: original_max_position_embeddings=1, wanted 2 or more")
+    name = "long_factor" if longest > original else "short_factor"
+    factors = scaling[name]
+    if not isinstance(factors, list | tuple) or not all(
+        isinstance(f, int | float) and not isinstance(f, bool) and 0 < f < math.inf for f in factors
+    ):
+        raise UsageError(f"{NAME}: {name}={factors!r} is not a list of positive numbers")
     return tuple(map(float, factors)), math.sqrt(1 + math.log(longest / original) / math.log(original))
 
 
@@ -226,14 +249,10 @@ def _find(path: Path) -> Path:
     raise CheckpointMismatch(f"{path}: no {' or '.join(FILES)} in it; name the checkpoint file")
 
 
-def _own_weights(file: Path) -> dict[str, Tensor]:
+def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
     """The estimator's tensors under released keys, and whatever belongs to no part of the model."""
-    content: Mapping[str, Any] = read_tensors(file)
-    content = content["state_dict"] if isinstance(content.get("state_dict"), Mapping) else content
-    if adapted := sorted(key for key in content if ".lora_" in f".{key}"):
-        raise CheckpointMismatch(
-            f"{file}: holds {len(adapted)} LoRA tensors ({adapted[0]}, ...); merge them into the weights first"
-        )
+    content, _ = read_weights(file, reading)
+    refuse_lora(file, content)
     kept = {key: value for key, value in content.items() if not key.startswith(OTHER_PARTS)}
     if wrong := sorted(key for key, value in kept.items() if not isinstance(value, Tensor)):
         raise CheckpointMismatch(f"{file}: {wrong[0]!r} is a {type(kept[wrong[0]]).__name__}, wanted tensors")
@@ -251,21 +270,53 @@ def _config_beside(file: Path) -> Config | None:
         raise CheckpointMismatch(f"{path}: {error}; wanted the config.json of a VoxCPM release") from error
 
 
-def read_checkpoint(path: Path, config: str | Config | None = None) -> tuple[Config, dict[str, Tensor]]:
-    """A released folder or its weight file. Hyperparameters: `config`, or else config.json, or else the shapes'."""
+def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
+    """`base` with the sizes that the tensors have. The width of a head is the base's: its rotary factors are."""
+
+    def told(otherwise: int, *places: tuple[str, int]) -> int:
+        return size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
+
+    layer, c = "decoder.layers.*", base
+    query = told(c.num_attention_heads * c.kv_channels, (f"{layer}.self_attn.q_proj.weight", 0))
+    key = told(c.num_key_value_heads * c.kv_channels, (f"{layer}.self_attn.k_proj.weight", 0))
+    found = replace(
+        base,
+        hidden_size=told(c.hidden_size, ("in_proj.weight", 0), ("cond_proj.weight", 0)),
+        intermediate_size=told(c.intermediate_size, (f"{layer}.mlp.gate_proj.weight", 0)),
+        num_hidden_layers=count(weights, PREFIX + "decoder.layers") or c.num_hidden_layers,
+        num_attention_heads=query // c.kv_channels,
+        num_key_value_heads=key // c.kv_channels,
+        feat_dim=told(c.feat_dim, ("in_proj.weight", 1), ("cond_proj.weight", 1)),
+    )
+    try:
+        return checked(found)
+    except UsageError as error:
+        raise CheckpointMismatch(f"the checkpoint's tensors have impossible shapes: {error}") from error
+
+
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
+    """A released folder or its weight file. Hyperparameters: `config`, or else config.json, or else the shapes'.
+
+    Sizes that the tensors tell are theirs.
+    """
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     file = _find(path)
-    weights = _own_weights(file)
+    weights = _own_weights(file, reading or Reading())
     found = CONFIGS[config] if isinstance(config, str) else config or _config_beside(file)
     if found is None:
         shapes = {key: tuple(tensor.shape) for key, tensor in weights.items()}
-        fitting = [known for known in CONFIGS.values() if checkpoint_shapes(known) == shapes]
+        depth = count(weights, PREFIX + "decoder.layers")
+        deep = [known for known in CONFIGS.values() if known.num_hidden_layers == depth]
+        fitting = [known for known in deep if shapes.items() <= checkpoint_shapes(known).items()]
         if not fitting:
             raise CheckpointMismatch(
                 f"{file}: no config.json beside it, and its {len(weights)} tensors are those of no released model; "
                 "put config.json there, or choose with --config"
             )
         found = fitting[0]
+    found = _sizes(weights, found)
     check_shapes(str(file), weights, checkpoint_shapes(found))
     return found, weights

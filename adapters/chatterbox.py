@@ -38,7 +38,7 @@ from voicehub_aot.adapters import _mel_flow
 from voicehub_aot.adapters._causal_decoder import ConditionalDecoder, DecoderConfig
 from voicehub_aot.adapters._flow_checkpoint import decoder_config, decoder_fault, decoder_sizes, find, read_estimator
 from voicehub_aot.adapters._mel_flow import case_program as case_program
-from voicehub_aot.checkpoint import check_shapes, loaded
+from voicehub_aot.checkpoint import Reading, check_shapes, loaded
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program, check_options
@@ -122,13 +122,15 @@ def _file(path: Path, config: DecoderConfig | None) -> Path:
     return find(path, (*_FILES, *_MEANFLOW_FILES))
 
 
-def read_checkpoint(path: Path, config: str | DecoderConfig | None) -> tuple[DecoderConfig, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | DecoderConfig | None, reading: Reading | None = None
+) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """s3gen*.safetensors, s3gen.pt, or a folder with one. Whether it is of mean flow, its tensors tell."""
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     given = CONFIGS[config] if isinstance(config, str) else config
     file = _file(path, given)
-    weights = read_estimator(file, PREFIX)
+    weights = read_estimator(file, PREFIX, reading or Reading())
     bare = {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()}
     found = decoder_sizes(bare, given or CONFIGS[DEFAULT_CONFIG])
     if fault := decoder_fault(found):

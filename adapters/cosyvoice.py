@@ -41,18 +41,18 @@ from voicehub_aot.adapters._cosyvoice_dit import CosyDiT, CosyDiTConfig
 from voicehub_aot.adapters._f5_dit import inverse_frequencies
 from voicehub_aot.adapters._flow_checkpoint import (
     INERT,
-    count,
     decoder_config,
     decoder_fault,
     decoder_sizes,
     find,
     read_estimator,
-    size,
 )
 from voicehub_aot.adapters._mel_flow import case_program as case_program
-from voicehub_aot.checkpoint import check_shapes, loaded
+from voicehub_aot.adapters._sizes import count, size
+from voicehub_aot.checkpoint import Reading, check_shapes, loaded
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.golden import Case
+from voicehub_aot.hyperparameters import config_of
 from voicehub_aot.program import Program, check_options
 from voicehub_aot.region import Region, RegionSpec
 from voicehub_aot.solver import euler
@@ -132,10 +132,7 @@ def config_from(values: Mapping[str, Any]) -> Config:
         raise UsageError(f"{NAME}: backbone {backbone!r} is not known; known are DiT, CausalConditionalDecoder")
     given = {name: value for name, value in values.items() if name not in INERT}
     out = given.pop("out_channels", None)
-    if unknown := sorted(set(given) - {f.name for f in fields(CosyDiTConfig)}):
-        known = sorted(f.name for f in fields(CosyDiTConfig))
-        raise UsageError(f"{NAME}: DiT has no hyperparameter {', '.join(unknown)}; known are {known!r}")
-    dit = CosyDiTConfig(**given)
+    dit = config_of(f"{NAME} DiT", CosyDiTConfig, given, INERT)
     if out not in (None, dit.mel_dim):
         raise UsageError(f"{NAME}: out_channels={out!r} is not mel_dim={dit.mel_dim!r}: a velocity is like its state")
     if fault := _dit_fault(dit):
@@ -163,31 +160,35 @@ def formula_weights(config: Config) -> dict[str, Tensor]:
 
 def _dit_sizes(weights: Mapping[str, Tensor], base: CosyDiTConfig) -> CosyDiTConfig:
     """weights: bare keys. The sizes that they have. mu is as wide as the mel, in releases and where base says so."""
-    dim, mel = size(weights, "proj_out.weight", 1, base.dim), size(weights, "proj_out.weight", 0, base.mel_dim)
-    dim_head = 2 * size(weights, "rotary_embed.inv_freq", 0, base.dim_head // 2)
-    columns = size(weights, "input_embed.proj.weight", 1, 2 * base.mel_dim + base.mu_dim + base.spk_dim)
+    dim = size(weights, base.dim, ("proj_out.weight", 1), ("time_embed.time_mlp.2.weight", 0))
+    mel = size(weights, base.mel_dim, ("proj_out.weight", 0), ("proj_out.bias", 0))
+    dim_head = 2 * size(weights, base.dim_head // 2, ("rotary_embed.inv_freq", 0))
     mu = base.mu_dim if base.mel_dim == mel else mel
-    block = "transformer_blocks.0"
+    columns = size(weights, 2 * mel + mu + base.spk_dim, ("input_embed.proj.weight", 1))
+    block = "transformer_blocks.*"
+    inner = size(weights, base.ff_mult * dim, (f"{block}.ff.ff.0.0.weight", 0), (f"{block}.ff.ff.2.weight", 1))
     return replace(
         base,
         dim=dim,
         depth=count(weights, "transformer_blocks") or base.depth,
-        heads=size(weights, f"{block}.attn.to_q.weight", 0, base.heads * dim_head) // max(1, dim_head),
+        heads=size(weights, base.heads * dim_head, (f"{block}.attn.to_q.weight", 0)) // max(1, dim_head),
         dim_head=dim_head,
-        ff_mult=size(weights, f"{block}.ff.ff.0.0.weight", 0, base.ff_mult * dim) // max(1, dim),
+        ff_mult=inner // max(1, dim),
         mel_dim=mel,
         mu_dim=mu,
         spk_dim=columns - 2 * mel - mu,
-        long_skip_connection="long_skip_connection.weight" in weights,
+        long_skip_connection=base.long_skip_connection or "long_skip_connection.weight" in weights,
     )
 
 
-def read_checkpoint(path: Path, config: str | Config | None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     """flow.pt as released or trained, or a folder with it. The tensors tell the network, but not its chunks."""
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
     file = find(path, FILES)
-    weights = read_estimator(file, PREFIX)
+    weights = read_estimator(file, PREFIX, reading or Reading())
     bare = {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()}
     decoder = any(key.startswith("down_blocks.") for key in bare)
     base = CONFIGS[config] if isinstance(config, str) else config

@@ -29,9 +29,10 @@ from torch import Tensor
 
 from voicehub_aot.adapters._supertonic_net import Config, VectorEstimator
 from voicehub_aot.adapters._supertonic_onnx import STYLE_KEY, read_graph, sizes
-from voicehub_aot.checkpoint import check_shapes, loaded, read_tensors
+from voicehub_aot.checkpoint import Reading, check_shapes, loaded, read_weights
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 from voicehub_aot.guidance import EQUATIONS, Branch, Guidance
+from voicehub_aot.hyperparameters import config_of
 from voicehub_aot.program import Program, check_options, probe
 from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.schedule import Schedule
@@ -93,16 +94,14 @@ TRAITS = Traits(
 def config_from(values: Mapping[str, Any]) -> Config:
     """Names as in `Config`; latent_dim * chunk_compress_factor stands for latent_channels."""
     values = dict(values)
-    factors = [values.pop(name, None) for name in ("latent_dim", "chunk_compress_factor")]
-    known = {f.name for f in dataclasses.fields(Config)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise UsageError(f"supertonic: unknown hyperparameters {unknown!r}; known are {sorted(known)!r}")
-    if None not in factors and values.setdefault("latent_channels", math.prod(factors)) != math.prod(factors):
-        raise UsageError(f"supertonic: latent_channels {values['latent_channels']!r} is not the product of {factors!r}")
-    if "dilations_0" in values:
-        values["dilations_0"] = tuple(values["dilations_0"])
-    return Config(**values)
+    factors = {name: values.pop(name) for name in ("latent_dim", "chunk_compress_factor") if name in values}
+    for name, factor in factors.items():
+        if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
+            raise UsageError(f"{NAME}: {name}={factor!r} is no positive integer; give upstream's hyperparameters")
+    product = math.prod(factors.values())
+    if len(factors) == 2 and values.setdefault("latent_channels", product) != product:
+        raise UsageError(f"{NAME}: latent_channels {values['latent_channels']!r} is not the product of {factors!r}")
+    return config_of(NAME, Config, values, ("latent_dim", "chunk_compress_factor"))
 
 
 def _skeleton(config: Config) -> VectorEstimator:
@@ -133,32 +132,54 @@ def _weights_file(path: Path) -> Path:
     raise CheckpointMismatch(f"{path}: wanted the released folder, with {' or '.join(map(str, candidates))}")
 
 
-def read_checkpoint(path: Path, config: str | Config | None = None) -> tuple[Config, dict[str, Tensor]]:
+def read_checkpoint(
+    path: Path, config: str | Config | None = None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     """The released folder, its folder `onnx`, `vector_estimator.onnx`, or a .safetensors with the same keys.
 
-    Without `config` the hyperparameters are those of the file. A .safetensors tells neither head counts nor factors:
-    the released ones (text heads of width 64, two style heads, 4 and 3) are taken then.
+    Sizes are the file's. A .safetensors tells neither head counts nor factors: those of `config`, or the released
+    ones (text heads of width 64, two style heads, 4 and 3), are taken then.
     """
     if isinstance(config, str) and config not in CONFIGS:
         raise UnknownModel(f"supertonic has no configuration {config!r}; known are {', '.join(CONFIGS)}")
     file = _weights_file(path)
-    facts, weights = read_graph(file) if file.suffix == ".onnx" else ({}, read_tensors(file))
-    values = {**sizes(str(file), weights), **facts}
-    if config is not None:
-        chosen = CONFIGS[config] if isinstance(config, str) else config
-        wrong = [f"{k} is {v!r}, wanted {getattr(chosen, k)!r}" for k, v in values.items() if getattr(chosen, k) != v]
-        if wrong:
-            raise CheckpointMismatch(f"{file}: not the configuration {config!r}: {'; '.join(wrong)}")
+    reading = reading or Reading()
+    if file.suffix == ".onnx":
+        if reading.kind:
+            raise CheckpointMismatch(f"{file}: an ONNX graph holds one set of weights; leave --weights-kind out")
+        facts, weights = read_graph(file)
     else:
-        defaults = {"text_n_heads": max(values["text_attn_units"] // 64, 1)}
-        if not values["guidance_in_graph"]:
+        facts, weights = {}, read_weights(file, reading)[0]
+    if strange := [f"{k!r} is a {type(v).__name__}" for k, v in weights.items() if not isinstance(v, Tensor)]:
+        raise CheckpointMismatch(f"{file}: {strange[0]}, wanted tensors")
+    told = sizes(str(file), weights)
+    if config is not None:
+        base = CONFIGS[config] if isinstance(config, str) else config
+        if len(base.dilations_0) == len(told["dilations_0"]):
+            told["dilations_0"] = base.dilations_0
+        _check_agrees(file, config, base, {**told, **facts}, {"version", "guidance_in_graph", *facts})
+        chosen = _config(file, {**vars(base), **told, **facts})
+    else:
+        defaults = {"text_n_heads": max(told["text_attn_units"] // 64, 1)}
+        if not told["guidance_in_graph"]:
             defaults |= {"guidance_cond": 1.0, "guidance_uncond": 0.0}
-        try:
-            chosen = Config(**{**defaults, **values})
-        except UsageError as error:
-            raise CheckpointMismatch(f"{file}: {error}") from error
+        chosen = _config(file, {**defaults, **told, **facts})
     check_shapes(str(file), weights, checkpoint_shapes(chosen))
     return chosen, weights
+
+
+def _check_agrees(file: Path, name: object, base: Config, values: Mapping[str, Any], fixed: set[str]) -> None:
+    """Sizes may be others, as of a deeper model; what is `fixed` says that it is another one."""
+    wrong = {k: f"{k} is {v!r}, wanted {getattr(base, k)!r}" for k, v in values.items() if getattr(base, k) != v}
+    if wrong.keys() & fixed:
+        raise CheckpointMismatch(f"{file}: not the configuration {name!r}: {'; '.join(wrong.values())}")
+
+
+def _config(file: Path, values: Mapping[str, Any]) -> Config:
+    try:
+        return Config(**values)
+    except UsageError as error:
+        raise CheckpointMismatch(f"{file}: {error}") from error
 
 
 def _guidance(config: Config) -> Guidance | None:

@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from voicehub_aot.artifacts.relations import check_path, problems
 from voicehub_aot.bucket import Buckets
@@ -69,10 +78,19 @@ class StageReport(_Data):
 
 
 class Checkpoint(_Data):
-    """source: as given on the command line. digest: sha256 over the weights' names, shapes and bytes."""
+    """source: as given on the command line. digest: sha256 over the weights' names, shapes and bytes.
+
+    notes: what was decided while it was read: which of several weights, sizes that are not the configuration's.
+    """
 
     source: str
     digest: str
+    notes: tuple[str, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """No notes leave no trace, as in manifests of before there were any: their digests stay right."""
+        return {name: value for name, value in written(self).items() if name != "notes" or value}
 
 
 class Manifest(_Data):

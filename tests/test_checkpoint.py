@@ -1,11 +1,17 @@
+import argparse
+import datetime
+import shlex
 import struct
+import subprocess
 import sys
+from pathlib import PurePosixPath
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from voicehub_aot.checkpoint import check_shapes, locate, read_tensors
+from voicehub_aot.checkpoint import Reading, check_shapes, locate, read_tensors, read_weights
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency
 
 WEIGHTS = {"proj.weight": torch.arange(6.0).reshape(2, 3)}
@@ -191,6 +197,60 @@ def test_an_absent_file_is_unreadable(tmp_path, name):
         read_tensors(tmp_path / name)
 
 
+class Trained(torch.nn.Module):
+    """A whole module, as torch.save(model) writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(3, 2, bias=False)
+        self.proj.weight.data = WEIGHTS["proj.weight"].clone()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ({**WEIGHTS, "loss": np.float64(0.5)}, r"numpy\S*\.scalar"),
+        ({"state_dict": WEIGHTS, "args": argparse.Namespace(lr=1)}, r"argparse\.Namespace"),
+        ({**WEIGHTS, "at": datetime.date(2024, 1, 1)}, r"datetime\.date"),
+        ({**WEIGHTS, "path": PurePosixPath("a")}, r"pathlib\S*\.PurePosixPath"),
+        ({"model": {"proj.weight": WEIGHTS["proj.weight"].numpy()}}, r"numpy\S*_reconstruct"),
+    ],
+)
+def test_other_objects_are_named_and_the_command_printed_drops_them(tmp_path, content, name, zipped):
+    file = tmp_path / "the model's.pt"
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+
+    with pytest.raises(CheckpointMismatch, match=name) as caught:
+        read_tensors(file)
+
+    assert str(caught.value).isprintable()
+    command = shlex.split(str(caught.value)[str(caught.value).index("python -c") :])
+    subprocess.run([sys.executable, *command[1:]], check=True)
+    kept = read_weights(tmp_path / "the model's.tensors.pt", Reading())[0]
+    assert torch.equal(kept["proj.weight"], WEIGHTS["proj.weight"])
+    assert len(kept) == 1
+
+
+def test_a_pickled_module_is_named(tmp_path):
+    torch.save(Trained(), tmp_path / "model.pt")
+
+    with pytest.raises(CheckpointMismatch, match=r"Trained.*python -c"):
+        read_tensors(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_names_in_a_file_do_not_reach_the_terminal_as_commands(tmp_path, suffix):
+    weights = {"proj\x1b[31m.weight\r\x9b2J": torch.ones(1)}
+    save = save_file if suffix == ".safetensors" else torch.save
+    save(weights, tmp_path / f"model{suffix}")
+
+    with pytest.raises(CheckpointMismatch, match=r"1 unexpected: proj\\x1b\[31m") as caught:
+        check_shapes("tiny", read_tensors(tmp_path / f"model{suffix}"), {})
+
+    assert str(caught.value).isprintable()
+
+
 # check_shapes
 
 
@@ -214,3 +274,37 @@ def test_all_three_kinds_of_mismatch_stand_in_one_message():
 def test_long_lists_are_cut_with_the_number_left_out():
     with pytest.raises(CheckpointMismatch, match=r"30 missing: k00, .*k11, and 18 more\."):
         check_shapes("tiny", {}, {f"k{i:02}": (1,) for i in range(30)})
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,)])
+def test_tensors_of_no_or_one_value_are_looked_at(shape):
+    check_shapes("tiny", {"a": torch.zeros(shape)}, {"a": shape})
+    if torch.Size(shape).numel():
+        with pytest.raises(CheckpointMismatch, match="1 tensors hold values that cannot be used: a has 1 of 1 not"):
+            check_shapes("tiny", {"a": torch.full(shape, float("nan"))}, {"a": shape})
+
+
+def test_the_largest_float32_is_a_value_and_the_next_float64_too_if_it_rounds_to_it():
+    largest = torch.finfo(torch.float32).max
+    near = torch.tensor([largest, -largest, largest * (1 + 2**-26)], dtype=torch.float64)
+    check_shapes("tiny", {"a": near}, {"a": (3,)})
+    too_large = torch.tensor([0.0, -largest * (1 + 2**-24)], dtype=torch.float64)
+    with pytest.raises(CheckpointMismatch, match=r"a has 1 of 2 not finite in float32, first -3\.40\d+e\+38 at \[1\]"):
+        check_shapes("tiny", {"a": too_large}, {"a": (2,)})
+
+
+def test_every_tensor_that_cannot_be_used_is_in_one_message():
+    weights = {"a": torch.ones(1), "b": torch.ones(1, dtype=torch.int8), "c": torch.tensor([float("inf")])}
+    with pytest.raises(CheckpointMismatch, match=r"2 tensors .*: b is int8, c has 1 of 1 not finite"):
+        check_shapes("tiny", weights, {name: (1,) for name in weights})
+
+
+# a folder
+
+
+def test_a_folder_of_an_adapter_is_refused_but_not_one_with_whole_weights_beside_it(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointMismatch, match=r"LoRA.*adapter_config\.json.*merge them into the weights first"):
+        locate(str(tmp_path), [])
+    (tmp_path / "model.safetensors").touch()
+    assert locate(str(tmp_path), []) == tmp_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -565,6 +566,56 @@ def test_a_finetune_keeps_the_options(f5_shared: Path, command: Command, tmp_pat
     assert command("reweight", built, "--weights", tuned, "-o", output).code == 0
     kept = tomllib.loads((output / store.SETTINGS).read_text())
     assert kept == {"config": "tiny", "checkpoint": str(tuned), "steps": "4"}
+
+
+@pytest.mark.parametrize("command_name", ["build", "reweight", "bench"])
+@pytest.mark.parametrize("change", ["one nan", "int8"])
+def test_values_that_cannot_be_used_return_5_before_anything_is_exported(
+    f5_shared: Path, command: Command, tmp_path: Path, command_name: str, change: str
+) -> None:
+    """A NaN in the embedding of a rare token passes every parity case."""
+    file, key = finetune(tmp_path / "tuned.safetensors"), "ema_model.transformer.text_embed.text_embed.weight"
+    weights = load_file(file)
+    if change == "int8":
+        weights[key] = weights[key].to(torch.int8)
+    else:
+        weights[key][-1, 3] = math.nan
+    save_file(weights, file)
+    ran = command(
+        *{
+            "build": ["build", "f5tts", "--config", "tiny", "-o", tmp_path / "new.aot"],
+            "reweight": ["reweight", f5_shared, "-o", tmp_path / "new.aot"],
+            "bench": ["bench", f5_shared],
+        }[command_name],
+        *("--checkpoint", file, "--json"),
+    )
+    assert (ran.code, ran.document["error"]["type"]) == (5, "CheckpointMismatch")
+    assert f"{key} {'is int8' if change == 'int8' else 'has 1 of 800 not finite'}" in ran.document["error"]["message"]
+    assert "export" not in ran.err
+    assert {p.name for p in tmp_path.iterdir()} == {file.name}
+
+
+def test_the_kind_of_weights_is_chosen_told_and_kept(f5_shared: Path, command: Command, tmp_path: Path) -> None:
+    tuned, output = load_file(finetune(tmp_path / "tuned.safetensors")), tmp_path / "raw.aot"
+    both = {"ema_model_state_dict": {k: t * 2 for k, t in tuned.items()}, "model_state_dict": tuned}
+    torch.save(both, tmp_path / "both.pt")
+    built = tmp_path / "built.aot"
+    shutil.copytree(f5_shared, built)
+    (built / store.SETTINGS).write_text('config = "tiny"\ncheckpoint = "synthetic"\nweights_kind = "ema"\n')
+    ran = command("reweight", built, "--weights", tmp_path / "both.pt", "--weights-kind", "raw", "-o", output, "--json")
+    assert ran.code == 0, ran.err
+    note = "both.pt: took the raw weights, 'model_state_dict'; --weights-kind ema takes 'ema_model_state_dict'"
+    assert note in ran.err
+    assert ran.document["checkpoint"]["notes"] == [note]
+    assert store.read_manifest(output).checkpoint.notes == (note,)
+    kept = tomllib.loads((output / store.SETTINGS).read_text())
+    assert kept == {"config": "tiny", "checkpoint": str(tmp_path / "both.pt"), "weights_kind": "raw"}
+    assert command("build", "f5tts", "--weights", tmp_path / "both.pt", "--weights-kind", "best").code == 2
+
+
+def test_a_manifest_without_notes_is_as_it_was(f5_shared: Path) -> None:
+    """Digests of artifacts of before there were notes stay right."""
+    assert set(json.loads((f5_shared / store.MANIFEST).read_text())["checkpoint"]) == {"source", "digest"}
 
 
 def test_a_finetune_gets_its_artifact_without_a_compiler(f5_shared: Path, command: Command, tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ Weights = Annotated[
 BucketTexts = Annotated[
     list[str] | None, typer.Option("--buckets", help="64,128 (main axis) or frames=64,128 text=100 batch=1,2.")
 ]
+WeightsKind = Annotated[
+    str | None, typer.Option(help="ema or raw, where a checkpoint holds both; default ema, and the build says so.")
+]
 WeightsMode = Annotated[str | None, typer.Option(help="packed (CPU default) or shared.")]
 ENGINE_HELP = "aoti (default), onnxruntime, openvino, tensorrt; several: aoti,openvino; auto: the fastest per bucket."
 Jobs = Annotated[int | None, typer.Option(help="Compilations at once; default half the processors.")]
@@ -53,6 +56,7 @@ def build(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Default MODEL.aot.")] = None,
     config: Annotated[str | None, typer.Option(help="A released name, or a .json file of hyperparameters.")] = None,
     checkpoint: Weights = None,
+    weights_kind: WeightsKind = None,
     buckets: BucketTexts = None,
     histogram: Annotated[Path | None, typer.Option(help="JSON lengths; chooses the buckets.")] = None,
     max_buckets: Annotated[int, typer.Option("--max", help="With --histogram: at most so many.")] = 6,
@@ -87,6 +91,7 @@ def build(
     given = {
         "config": config, "checkpoint": checkpoint, "buckets": buckets, "steps": steps,
         "options": settings.parse_options(option), "engine": engine, "weights_mode": weights_mode, "shapes": shapes,
+        "weights_kind": weights_kind,
         "target": target, "jobs": jobs, "engine_budget": engine_budget,
         "min_speedup": min_speedup,
     }  # fmt: skip
@@ -94,7 +99,8 @@ def build(
     progress = console.ConsoleProgress()
     try:
         progress.stage(f"load {model}")
-        loaded = resolve(model, chosen.config, chosen.require_checkpoint(model))
+        source = chosen.require_checkpoint(model)
+        loaded = resolve(model, chosen.config, source, weights_kind=chosen.weights_kind, tell=progress.stage)
         options = settings.options(loaded, chosen, histogram, max_buckets, multiple_of, parity, force)
         path = output or Path(f"{loaded.name}.aot")
         manifest = run_build(loaded, options, path, progress, settings.as_toml(loaded, chosen, options))
@@ -299,6 +305,7 @@ def reweight(
     artifact: Artifact,
     checkpoint: Annotated[str, typer.Option("--checkpoint", "--weights", help="The fine-tune's weights.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The new artifact.")],
+    weights_kind: WeightsKind = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -310,7 +317,7 @@ def reweight(
     console.set_up_logging(verbose)
     progress = console.ConsoleProgress()
     try:
-        manifest = run_reweight(artifact, checkpoint, output, force, progress)
+        manifest = run_reweight(artifact, checkpoint, output, force, progress, weights_kind)
     finally:
         progress.close()
     summary = inspection.summary(output, manifest)
@@ -344,13 +351,14 @@ def bench(
     artifact: Artifact,
     min_speedup: Annotated[float | None, typer.Option(help="Exit 6 if a bucket is slower than this x eager.")] = None,
     checkpoint: Weights = None,
+    weights_kind: WeightsKind = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Milliseconds of one guided evaluation per bucket; with the checkpoint, against eager."""
     from voicehub_aot import sampling
 
-    rows = sampling.bench(artifact, checkpoint, threads, min_speedup)
+    rows = sampling.bench(artifact, checkpoint, threads, min_speedup, weights_kind)
     if as_json:
         console.show_json(rows)
     else:

@@ -16,11 +16,17 @@ command line returns.
 
 from __future__ import annotations
 
+# A terminal obeys these; a name in a hostile file, or the text of another package's error, may hold them.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
 
 class AotError(Exception):
-    """Root of everything a caller may want to catch."""
+    """Root of everything a caller may want to catch. Control characters in its text are shown, not sent."""
 
     exit_code = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(arg.translate(_CONTROL) if isinstance(arg, str) else arg for arg in args))
 
 
 class UsageError(AotError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,42 @@ from voicehub_aot import adapters
 from voicehub_aot.artifacts.manifest import Checkpoint
 from voicehub_aot.assembly import Model
 from voicehub_aot.build import config_values
-from voicehub_aot.checkpoint import locate
+from voicehub_aot.checkpoint import Reading, locate
 from voicehub_aot.engine_cache import weights_digest
-from voicehub_aot.errors import UnknownModel, UsageError
+from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 from voicehub_aot.golden import Case
 from voicehub_aot.program import Program
 from voicehub_aot.synthetic import synthetic_weights
+
+log = logging.getLogger(__name__)
 
 SYNTHETIC = "synthetic"
 MAX_STEPS = 4096  # of a program; no schedule of a released model has more
 
 
-def resolve(model: str, config: str | None, weights: str, values: Mapping[str, Any] | None = None) -> Model:
+def resolve(
+    model: str,
+    config: str | None,
+    weights: str,
+    values: Mapping[str, Any] | None = None,
+    weights_kind: str | None = None,
+    tell: Callable[[str], None] = log.info,
+) -> Model:
     """weights: "synthetic", a local path, or hf:owner/name[@revision][:file].
 
     config: a released name (default the adapter's, or what the checkpoint says), or a .json file of hyperparameters
-    in upstream's names. values: such hyperparameters, already read. Raises UnknownModel, UsageError or
-    CheckpointMismatch.
+    in upstream's names. The checkpoint's tensors decide over sizes; what they cannot tell is the configuration's.
+    values: hyperparameters, already read, that the checkpoint must have to the letter. weights_kind: "ema" or "raw",
+    where a file holds both. tell: is given a sentence for each thing that was decided while reading.
+
+    Raises UnknownModel, UsageError or CheckpointMismatch.
     """
+    reading = Reading(weights_kind)
     adapter = adapters.load(model)
     named = _named_config(adapter, config) if values is None else adapter.config_from(values)
     if weights == SYNTHETIC:
+        if weights_kind is not None:
+            raise UsageError(f"--weights-kind {weights_kind!r}: synthetic weights have no kind; leave it out")
         chosen = named if named is not None else adapter.CONFIGS[adapter.DEFAULT_CONFIG]
         released = getattr(adapter, "RELEASED_DTYPE", torch.float32)
         drawn = synthetic_weights(adapter.checkpoint_shapes(chosen)) | adapter.formula_weights(chosen)
@@ -41,9 +57,29 @@ def resolve(model: str, config: str | None, weights: str, values: Mapping[str, A
         return _model(adapter, config or adapter.DEFAULT_CONFIG, chosen, state, SYNTHETIC)
     files = adapter.HUB_FILES.get(config or "", adapter.HUB_FILES[adapter.DEFAULT_CONFIG])
     path = locate(weights, files)
-    found, state = adapter.read_checkpoint(path, config if config in adapter.CONFIGS else named)
-    chosen = named if named is not None else found
-    return _model(adapter, config or _config_name(adapter, chosen), chosen, state, weights)
+    chosen, state = adapter.read_checkpoint(path, config if config in adapter.CONFIGS else named, reading)
+    if values is not None:
+        chosen = named
+    elif named is not None:
+        _compare(str(path), config, named, chosen, reading)
+    for note in reading.notes:
+        tell(note)
+    name = config or _config_name(adapter, chosen)
+    return _model(adapter, name, chosen, state, weights, tuple(reading.notes))
+
+
+def _compare(where: str, name: str | None, named: Any, found: Any, reading: Reading) -> None:
+    """Notes the sizes that the checkpoint has otherwise than its configuration. CheckpointMismatch for other flags."""
+    said, holds = config_values(named), config_values(found)
+    other = {k: holds.get(k) for k, v in said.items() if v is not None and holds.get(k) != v}
+    if flags := [k for k, v in other.items() if isinstance(v, bool | str | None)]:
+        texts = ", ".join(f"{k} is {other[k]!r}, wanted {said[k]!r}" for k in flags)
+        raise CheckpointMismatch(
+            f"{where}: its tensors are not those of --config {name}: {texts}; choose another --config"
+        )
+    if other:
+        texts = ", ".join(f"{k}={v!r} ({name}: {said[k]!r})" for k, v in other.items())
+        reading.note(f"took sizes from the checkpoint's tensors: {texts}")
 
 
 def program(model: Model, steps: int, **options: Any) -> Program:
@@ -82,9 +118,12 @@ def _named_config(adapter: adapters.Adapter, config: str | None) -> Any:
         return adapter.CONFIGS[config]
     if config.endswith(".json"):
         try:
-            return adapter.config_from(json.loads(Path(config).read_text()))
-        except (OSError, ValueError) as error:
+            values = json.loads(Path(config).read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"--config {config!r}: unreadable ({error}); wanted a JSON object") from error
+        if not isinstance(values, dict):
+            raise UsageError(f"--config {config!r}: holds a {type(values).__name__}, wanted a JSON object")
+        return adapter.config_from(values)
     raise UnknownModel(
         f"{adapter.NAME}: config {config!r} is not known; known are {', '.join(adapter.CONFIGS)}, or give a .json file"
     )
@@ -95,12 +134,17 @@ def _config_name(adapter: adapters.Adapter, config: Any) -> str:
 
 
 def _model(
-    adapter: adapters.Adapter, config_name: str, config: Any, state: Mapping[str, torch.Tensor], source: str
+    adapter: adapters.Adapter,
+    config_name: str,
+    config: Any,
+    state: Mapping[str, torch.Tensor],
+    source: str,
+    notes: tuple[str, ...] = (),
 ) -> Model:
     return Model(
         name=adapter.NAME,
         config_name=config_name,
         config=config_values(config),
         region=adapter.region(config, state),
-        checkpoint=Checkpoint(source=source, digest=weights_digest(state)),
+        checkpoint=Checkpoint(source=source, digest=weights_digest(state), notes=notes),
     )

@@ -21,7 +21,12 @@ from voicehub_aot.reading import read_bytes, reason
 
 
 def reweight(
-    artifact: Path, checkpoint: str, output: Path, force: bool = False, progress: Progress | None = None
+    artifact: Path,
+    checkpoint: str,
+    output: Path,
+    force: bool = False,
+    progress: Progress | None = None,
+    weights_kind: str | None = None,
 ) -> Manifest:
     """Weights and time tables anew, engines copied byte for byte, parity measured again. Shared mode only.
 
@@ -35,7 +40,8 @@ def reweight(
             f"{artifact}: its engines hold packed weights; only artifacts built with --weights-mode shared can be "
             "reweighted. Build the fine-tune instead"
         )
-    model = resolve(manifest.model, manifest.config_name, checkpoint, manifest.config)
+    progress = progress or Progress()
+    model = resolve(manifest.model, manifest.config_name, checkpoint, manifest.config, weights_kind, progress.stage)
     model = replace(model, config_name=manifest.config_name)
     options = Options(
         buckets=manifest.buckets,
@@ -48,10 +54,10 @@ def reweight(
         replace=force,
         engines_from={e.key: artifact / e.path for e in manifest.engines},
     )
-    return build(model, options, output, progress, _settings(artifact, manifest, checkpoint))
+    return build(model, options, output, progress, _settings(artifact, manifest, checkpoint, weights_kind))
 
 
-def _settings(artifact: Path, manifest: Manifest, checkpoint: str) -> str | None:
+def _settings(artifact: Path, manifest: Manifest, checkpoint: str, weights_kind: str | None) -> str | None:
     """The options the artifact was built with, if it keeps them, over the other checkpoint."""
     if store.SETTINGS not in manifest.files:
         return None
@@ -60,8 +66,10 @@ def _settings(artifact: Path, manifest: Manifest, checkpoint: str) -> str | None
         values = tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise ArtifactCorrupt(f"{artifact}: {store.SETTINGS} is unreadable ({reason(error)}); rebuild it") from error
+    values.pop("weights_kind", None)
+    new = {"checkpoint": checkpoint} | ({"weights_kind": weights_kind} if weights_kind else {})
     heading = text.partition("\n")[0] + "\n" if text.startswith("#") else ""
-    return heading + tomli_w.dumps({**values, "checkpoint": checkpoint})
+    return heading + tomli_w.dumps({**new, **{n: v for n, v in values.items() if n not in new}})
 
 
 def _choice(manifest: Manifest) -> Choice | None:

@@ -118,7 +118,9 @@ def _random_conditioning(runtime: Runtime, lengths: Sequence[int], seed: int) ->
     return {i.name: drawn[i.name] for i in spec.conditioning}
 
 
-def bench(artifact: Path, checkpoint: str | None, threads: int | None, least: float | None) -> list[dict[str, Any]]:
+def bench(
+    artifact: Path, checkpoint: str | None, threads: int | None, least: float | None, weights_kind: str | None = None
+) -> list[dict[str, Any]]:
     """One row per bucket. With the checkpoint the model's own module is timed beside the engine, interleaved.
 
     least: the speed-up that will be asked for, which needs the checkpoint.
@@ -133,7 +135,7 @@ def bench(artifact: Path, checkpoint: str | None, threads: int | None, least: fl
     candidates = {ENGINE: runtime}
     if checkpoint is not None:
         manifest = store.read_manifest(artifact)
-        model = resolve(manifest.model, manifest.config_name, checkpoint, manifest.config)
+        model = resolve(manifest.model, manifest.config_name, checkpoint, manifest.config, weights_kind)
         candidates[EAGER] = eager_runtime(model.region, runtime.programs.values(), manifest.model)
     return [
         {

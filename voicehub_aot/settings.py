@@ -33,6 +33,7 @@ class BuildSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     config: str | None = None
     checkpoint: str | None = None
+    weights_kind: str | None = None
     buckets: list[str] | str | None = None
     steps: str | None = None
     options: dict[str, bool | int | float | str | None] = {}
@@ -78,6 +79,7 @@ def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
     resolved = {
         "config": settings.config or model.config_name,
         "checkpoint": settings.checkpoint,
+        "weights_kind": settings.weights_kind,
         "buckets": [f"{axis}={','.join(map(str, sizes))}" for axis, sizes in options.buckets.axes.items()],
         "steps": ",".join(str(p.steps) for p in options.programs),
         "engine": AUTO if options.auto else ",".join(options.engines),

@@ -1,0 +1,28 @@
+"""What a checkpoint's tensors tell of the network's sizes, also where one of them is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+
+def size(weights: Mapping[str, Tensor], otherwise: int, *places: tuple[str, int]) -> int:
+    """The size at the first of `places` that is there; `otherwise` if none is.
+
+    places: (key, axis); `*` in a key stands for any number, so that one block of many is enough. Several places keep
+    one missing tensor from changing the size: `check_shapes` then names the tensor.
+    """
+    for key, axis in places:
+        pattern = re.compile(re.escape(key).replace(r"\*", r"\d+"))
+        tensor = next((t for k, t in weights.items() if pattern.fullmatch(k) and t.dim() > axis), None)
+        if tensor is not None:
+            return tensor.shape[axis]
+    return otherwise
+
+
+def count(weights: Mapping[str, Tensor], prefix: str) -> int:
+    """How many numbered children `prefix` has, by the highest number: tensors that are missing change nothing."""
+    pattern = re.compile(re.escape(prefix).replace(r"\*", r"\d+") + r"\.(\d+)\.")
+    return max((int(match[1]) + 1 for match in map(pattern.match, weights) if match), default=0)
