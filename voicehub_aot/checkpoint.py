@@ -330,13 +330,13 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 def _fault_of_values(tensor: torch.Tensor) -> str | None:
     """What is wrong with a tensor's kind or values, if anything."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-        kind = "quantised" if tensor.is_quantized else "without storage" if tensor.is_meta else tensor.layout
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
         return f"is {str(kind).removeprefix('torch.')}, not dense"
     if tensor.dtype not in FLOATS:
         return f"is {str(tensor.dtype).removeprefix('torch.')}"
     values = tensor.detach()
-    if not values.numel() or all(math.isfinite(end.float().item()) for end in torch.aminmax(values)):
+    if tensor.is_meta or not values.numel() or all(math.isfinite(end.float().item()) for end in torch.aminmax(values)):
         return None  # a NaN is both its own least and greatest value
     bad = ~torch.isfinite(values.float())
     place = bad.nonzero()[0].tolist()
