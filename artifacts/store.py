@@ -103,6 +103,7 @@ def writing(output: Path, replace: bool) -> Iterator[Path]:
 
     try:
         output = output.resolve() if output.is_symlink() else output.absolute()
+        output.with_name(_old_name(output)).exists()  # raises where this, the longest of the names, is too long
         _check_free(output, replace)
     except (OSError, RuntimeError) as error:  # too long a name, a circle of links
         reason = getattr(error, "strerror", None) or error
@@ -122,6 +123,7 @@ def writing(output: Path, replace: bool) -> Iterator[Path]:
         folder.mkdir()
         try:
             yield folder
+            _follow_umask(folder)
             _check_free(output, replace)  # again: somebody may have put it there meanwhile
             _move_into_place(folder, output)
         finally:
@@ -131,23 +133,46 @@ def writing(output: Path, replace: bool) -> Iterator[Path]:
         lock.release()
 
 
+def _follow_umask(folder: Path) -> None:
+    """Permissions of what a folder holds as any new file has them, whatever the library or cache that it came from."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        path.chmod(mode | ((mode & 0o444) >> 2) if path.is_dir() else mode)
+
+
 def empty(folder: Path) -> None:
     """Remove what a folder holds."""
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def _is_mount(path: Path) -> bool:
+    """Also of a bind mount within one file system, as a container's volume may be one."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return path.is_mount()
+    return any(line.split(" ")[4] == str(path) for line in lines)
+
+
 def _check_free(output: Path, replace: bool) -> None:
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file, and an artifact is a folder; give another --output")
-    if output.is_mount():
+    if _is_mount(output):
         raise UsageError(f"{output} is a mount point, which cannot be replaced whole; give a folder inside it")
     if output.exists() and not replace:
         raise UsageError(f"{output} exists; give another --output, or --force to replace it")
 
 
+def _old_name(output: Path) -> str:
+    return f".{output.name}.tmp-old-{os.getpid()}"
+
+
 def _move_into_place(folder: Path, output: Path) -> None:
-    old = output.parent / f".{output.name}.tmp-old-{os.getpid()}"
+    old = output.with_name(_old_name(output))
     if output.exists():
         output.rename(old)
     folder.rename(output)

@@ -100,7 +100,7 @@ def test_an_output_that_is_a_file_is_kept(tmp_path, replace):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("output", ["/proc", "/", "x" * 300, "/proc/self/absent.aot"])
+@pytest.mark.parametrize("output", ["/proc", "x" * 250, "x" * 300, "/proc/self/absent.aot"])
 def test_a_place_where_nothing_can_be_written_is_named(tmp_path, output):
     with pytest.raises(UsageError, match=r"give (another --output|a folder inside it)"):
         write(tmp_path / output, replace=True)
@@ -112,6 +112,21 @@ def test_a_circle_of_links_is_named(tmp_path):
 
     with pytest.raises(UsageError, match="cannot be written"):
         write(tmp_path / "a")
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "/proc", "absent/file"])
+def test_a_result_never_replaces_a_device_or_a_folder(tmp_path, place):
+    with pytest.raises(UsageError, match="give"):
+        console.check_output(tmp_path / place)
+
+
+def test_what_an_artifact_holds_follows_the_umask(tmp_path):
+    with store.writing(tmp_path / "a.aot", False) as folder:
+        (folder / "inside").mkdir(mode=0o700)
+        (folder / "inside/file").touch(mode=0o600)
+
+    assert mode_of(tmp_path / "a.aot/inside/file") & 0o044 == 0o044
+    assert mode_of(tmp_path / "a.aot/inside") & 0o055 == 0o055
 
 
 SYSTEM = [
@@ -157,8 +172,9 @@ def command(arguments):
     return " ".join([f"'{CLI[0]}' -c '{CLI[2]}'", arguments])
 
 
-def test_a_reader_that_goes_away_is_no_error():
-    done = shell(f"set -o pipefail; {command('models --json')} | head -1")
+@pytest.mark.parametrize("arguments", ["models --json", "models"])
+def test_a_reader_that_goes_away_is_no_error(arguments):
+    done = shell(f"set -o pipefail; {command(arguments)} | true")
 
     assert done.returncode == 0
     assert done.stderr == b""

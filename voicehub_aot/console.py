@@ -37,9 +37,16 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+class _Results(Console):
+    """Where results go. A reader that goes away (head, say) ends the output, and not the command and its exit code."""
+
+    def on_broken_pipe(self) -> None:
+        _give_up_stdout()
+
+
 @cache
 def stdout() -> Console:
-    return Console(highlight=False)
+    return _Results(highlight=False)
 
 
 class ConsoleProgress(Progress):
@@ -77,7 +84,12 @@ class ConsoleProgress(Progress):
 
 def show_json(value: Any) -> None:
     """One document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False, default=str) + "\n")
+    text = json.dumps(value, indent=2, allow_nan=False, default=str)
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _give_up_stdout()
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -93,8 +105,12 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 
 def check_output(path: Path | None) -> None:
     """Before the work: UsageError if a file that the user named cannot lie there."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UsageError(f"{path}: is a folder, or lies in none; give a file in a folder that exists")
+    if path is None:
+        return
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is a folder, a device or a pipe, which a file cannot replace; give another place")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: lies in no folder that exists; give a file in one that does")
 
 
 def say(text: str) -> None:
@@ -141,7 +157,9 @@ def _give_up_stdout() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _of_the_system(error: BaseException) -> BaseException:
