@@ -96,11 +96,11 @@ class Runtime:
         """One whole request -> the final state, shaped like the noise, zero beyond each row's extent.
 
         noise: the region's state, or seed with lengths: row b is drawn from its own generator, seeded seed + b (or
-        seed[b]), so the same seed gives the same noise
-        whatever else is in the batch; the rounding of a result may depend on the rows beside it (docs/parity.md).
-        lengths: valid size of each row; default all of the noise. step_noise: [K, ...] for a solver that draws K times on its way; with a seed it
-        comes from the same generators, after the noise. program: a built one by name or by step count; default the
-        first. guidance: the scale, or scales by branch; default the model's, 0 = none (that branch is not run).
+        seed[b]), so the same seed gives the same noise whatever else is in the batch; the rounding of a result may
+        depend on the rows beside it (docs/parity.md). lengths: valid size of each row; default all of the noise.
+        step_noise: [K, ...] for a solver that draws K times on its way; with a seed it comes from the same generators,
+        after the noise. program: a built one by name or by step count; default the first. guidance: the scale, or
+        scales by branch; default the model's, 0 = none (that branch is not run).
         conditioning: by name, see `voicehub-aot inspect`. Raises InputMismatch, NoBucketFits or ProgramNotBuilt.
         """
         self._turns.check()
