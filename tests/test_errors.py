@@ -12,6 +12,7 @@ TREE = [
     ("InputMismatch", errors.UsageError, 2),
     ("NoBucketFits", errors.UsageError, 2),
     ("ProgramNotBuilt", errors.UsageError, 2),
+    ("ProcessForked", errors.UsageError, 2),
     ("BuildError", errors.AotError, 1),
     ("CheckpointMismatch", errors.BuildError, 5),
     ("ExportFailed", errors.BuildError, 1),

@@ -57,7 +57,7 @@ def load(
         reopen = partial(_load_again, str(Path(path).absolute()), manifest.digest, device, options)
         with torch.inference_mode(False):  # a runtime outlives the mode it was loaded in
             return _open_runtime(Path(path), manifest, device, threads, engine, overflow, concurrency, reopen)
-    except (OSError, LoadError) as error:
+    except (OSError, RuntimeError, LoadError) as error:
         if _ran_out_of_descriptors(error):
             raise LoadError(
                 f"{path}: this process has too many files open ({error}); close some, or raise its limit (ulimit -n). "
