@@ -489,7 +489,7 @@ def test_settings_of_torch_change_no_byte(
 
 
 def test_a_precision_that_would_change_results_is_refused(supertonic_packed: Path) -> None:
-    """oneDNN then computes float32 products in bfloat16, here 0.002 off: not what parity was proven for."""
+    """oneDNN then computes float32 products in bfloat16, which is not what parity was proven for."""
     runtime = load(supertonic_packed, threads=1)
     want = sampled(runtime)
     with matmul_precision("medium"), pytest.raises(OptionUnsupported, match=r"set_float32_matmul_precision\('high'\)"):
