@@ -23,6 +23,11 @@ def size(weights: Mapping[str, Tensor], otherwise: int, *places: tuple[str, int]
 
 
 def count(weights: Mapping[str, Tensor], prefix: str) -> int:
-    """How many numbered children `prefix` has, by the highest number: tensors that are missing change nothing."""
-    pattern = re.compile(re.escape(prefix).replace(r"\*", r"\d+") + r"\.(\d+)\.")
-    return max((int(match[1]) + 1 for match in map(pattern.match, weights) if match), default=0)
+    """How many numbered children `prefix` has, by the highest number: tensors that are missing change nothing.
+
+    A number far beyond the others is not a depth: then the children are counted, and `check_shapes` names the rest.
+    """
+    pattern = re.compile(re.escape(prefix).replace(r"\*", r"\d+") + r"\.(\d{1,9})\.")
+    numbers = {int(match[1]) for match in map(pattern.match, weights) if match}
+    highest = max(numbers, default=-1)
+    return highest + 1 if highest < 2 * len(numbers) else len(numbers)

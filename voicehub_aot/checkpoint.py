@@ -229,6 +229,7 @@ def _check_not_adapter(path: Path) -> None:
 
 OF_EMA_PYTORCH = {"ema": "ema_model.", "raw": "online_model."}  # its module's prefixes
 COUNTERS = ("initted", "step")  # ema_pytorch's buffers
+SWA_COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel, whose names have `module.` before them
 ASK = {"ema": "raw", "raw": "ema"}
 
 
@@ -258,7 +259,7 @@ def read_weights(
         beside = {key: value for key, value in content.items() if not isinstance(value, torch.Tensor)}
         other = f"--weights-kind {ASK[kind]} takes {sets[ASK[kind]][0]!r}" if len(sets) > 1 else "the only ones there"
         reading.note(f"{file.name}: took the {kind} weights, {where!r}; {other}")
-    return {key: value for key, value in weights.items() if key.startswith(prefixes)}, beside
+    return {k: v for k, v in weights.items() if k.startswith(prefixes) and k != SWA_COUNTER}, beside
 
 
 def _sets(content: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -18,7 +18,9 @@ from voicehub_aot.errors import OptionUnsupported, UsageError
 
 Config = TypeVar("Config")
 
-LARGEST = 2**24  # more than any size, depth or vocabulary; torch cannot even count the elements of far larger ones
+LARGEST = 2**24  # more than any size or vocabulary; torch cannot even count the elements of far larger ones
+DEEPEST = 1024  # a million layers are made for minutes before anything can say that they do not fit
+REPEATED = ("depth", "layers", "blocks", "convnext")  # ends of the names of what is a number of modules
 WANTED = {
     "int_type": "is no positive integer",
     "float_type": "is not a number",
@@ -40,8 +42,9 @@ def config_of(where: str, kind: type[Config], values: Mapping[str, Any], also: C
         raise UsageError(f"{where}: {_faults(error, kind, values, also)}; give upstream's hyperparameters") from error
     given = {name: getattr(checked, name) for name in values}
     for name, value in given.items():
-        if isinstance(value, int) and not 0 <= value <= LARGEST:
-            raise UsageError(f"{where}: {name}={value!r}, wanted 0 to {LARGEST}; give upstream's hyperparameters")
+        most = DEEPEST if name.endswith(REPEATED) else LARGEST
+        if isinstance(value, int) and not 0 <= value <= most:
+            raise UsageError(f"{where}: {name}={value!r}, wanted 0 to {most}; give upstream's hyperparameters")
     return kind(**given)
 
 

@@ -168,6 +168,14 @@ def refusal(model: str, source: str) -> str:
     return str(caught.value).split("not this model's. ")[-1]
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_number_far_beyond_the_others_is_not_a_depth(model: str, tmp_path: Path) -> None:
+    weights = tiny(model)
+    beyond = {key.replace(".1.", ".99999999.", 1): tensor.clone() for key, tensor in weights.items()}
+    with pytest.raises(CheckpointMismatch, match=r"unexpected: \S*\.99999999\."):
+        resolve(model, "tiny", saved(tmp_path, model, {**weights, **beyond}))
+
+
 # --- sizes
 
 
@@ -225,6 +233,12 @@ def test_names_of_wrappers_are_left_out(model: str, prefix: str, suffix: str, tm
 def test_a_wrapper_in_the_middle_of_a_name_is_left_out(tmp_path: Path) -> None:
     wrapped = {key.replace("transformer.", "transformer._orig_mod."): t for key, t in tiny("f5tts").items()}
     assert resolve("f5tts", "tiny", saved(tmp_path, "f5tts", wrapped)).config_name == "tiny"
+
+
+def test_the_counter_of_averaged_models_is_left_out(tmp_path: Path) -> None:
+    wrapped = {f"module.{key}": tensor for key, tensor in tiny("vibevoice").items()}
+    source = saved(tmp_path, "vibevoice", {**wrapped, "n_averaged": torch.tensor(7)}, ".pt")
+    assert resolve("vibevoice", "tiny", source).config_name == "tiny"
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
@@ -318,7 +332,7 @@ def wrong_values(kind: str) -> list[Any]:
     if "bool" in kind:
         return [value for value in [*common, 1, "true", 0.0] if value is not None or "None" not in kind]
     if "int" in kind and "tuple" not in kind:
-        return [v for v in [*common, "64", 1.5, True, -1, 10**30] if v is not None or "None" not in kind]
+        return [v for v in [*common, "64", 1.5, True, -1, 2_000_000_000, 10**30] if v is not None or "None" not in kind]
     if "float" in kind and "tuple" not in kind:
         return [*common, "0.1", True, float("nan"), float("inf")]
     if "tuple" in kind:
