@@ -419,7 +419,7 @@ def test_a_sample_from_a_file_is_what_the_runtime_gives(f5_shared: Path, command
         (
             ["--random", "--length", 8, "-o", "absent/out.safetensors"],
             2,
-            "absent/out.safetensors: is a folder, or lies in",
+            "absent/out.safetensors: lies in no folder",
         ),
         (["--random", "--length", 8, "-o", "."], 2, ".: is a folder"),
         (["--inputs", "absent.safetensors", "--length", 8], 2, "--inputs 'absent.safetensors': unreadable"),
@@ -490,7 +490,7 @@ def test_verify_fails_what_drifted(f5_shared: Path, command: Command, tmp_path: 
 def test_a_report_that_cannot_be_written_is_a_usage_error(f5_shared: Path, command: Command, tmp_path: Path) -> None:
     for flag in ("--junit", "--html", "--report"):
         ran = command("verify", f5_shared, flag, tmp_path / "absent" / "parity")
-        assert (ran.code, "lies in none" in ran.err) == (2, True)
+        assert (ran.code, "lies in no folder" in ran.err) == (2, True)
 
 
 # --- replay
