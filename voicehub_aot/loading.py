@@ -61,7 +61,7 @@ def load(
         if _ran_out_of_descriptors(error):
             raise LoadError(
                 f"{path}: this process has too many files open ({error}); close some, or raise its limit (ulimit -n). "
-                "An open artifact takes one descriptor, and keeps it until the artifact is deleted"
+                "Every artifact that was opened takes one descriptor for as long as the process lives"
             ) from error
         raise
 

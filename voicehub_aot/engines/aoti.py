@@ -308,8 +308,8 @@ def pinned(root: Path, path: str, digest: str) -> str:
     thread-local ones of every thread that called it) and knows it by the path it was opened by, where the engine also
     looks for its packed weights. Under its plain name, an artifact that was moved would not open again, and one that
     was replaced would run the code of its predecessor. So the name starts at a descriptor of the artifact's folder,
-    one an artifact; it is closed when the folder was deleted, and the name is spelled as no earlier one was. Raises
-    ArtifactCorrupt if the very file in use was overwritten. Linux only; elsewhere the plain name has to do.
+    one an artifact, which is never closed, and is spelled as no earlier one was. Raises ArtifactCorrupt if the very
+    file in use was overwritten. Linux only; elsewhere the plain name has to do.
     """
     if not Path("/proc/self/fd").is_dir():
         return str(root / path)
@@ -342,7 +342,11 @@ def _descriptor(root: Path) -> int:
 
 
 def _forget_deleted() -> None:
-    """Close descriptors of artifacts that nobody can open again: their folder is gone, and so are its files."""
+    """Let go of artifacts that nobody can open again: their folder is gone, and so are its files.
+
+    The descriptor stays open, one an artifact: its number is part of the names by which the linker knows libraries that
+    it never unloads, and under a number given anew their code would be run for another artifact's.
+    """
     for folder in {pin.root for pin in _pins.values()}:
         mine = [key for key, pin in _pins.items() if pin.root == folder]
         if os.fstat(folder).st_nlink == 0 and all(_pins[key].alone for key in mine):
@@ -350,7 +354,6 @@ def _forget_deleted() -> None:
                 name = _pins.pop(key).name
                 for opened in [opened for opened in _idle if opened[0] == name]:
                     del _idle[opened]
-            os.close(folder)
 
 
 def unmap_packed_weights(library: Path, before: Collection[memory.Mapping]) -> None:
