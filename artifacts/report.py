@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, Protocol, get_args
+from typing import Annotated, Any, Literal, NoReturn, Protocol, get_args
 from xml.etree import ElementTree
 
 import torch
@@ -316,7 +316,7 @@ def junit(report: ParityReport) -> str:
 
     count, failures = len(suite.findall("testcase")), len(suite.findall("testcase/failure"))
     seconds = sum(row.seconds or 0.0 for row in report.rows)
-    counts = {"tests": str(count), "failures": str(failures), "errors": "0", "skipped": "0", "time": f"{seconds:.3f}"}
+    counts = {"tests": str(count), "failures": str(failures), "errors": "0", "skipped": "0", "time": f"{seconds:.6f}"}
     suite.attrib.update(counts)
     root = ElementTree.Element("testsuites", counts)
     root.append(suite)
@@ -327,7 +327,7 @@ def junit(report: ParityReport) -> str:
 def _testcase(
     suite: ElementTree.Element, report: ParityReport, name: str, failures: list[str], seconds: float = 0.0
 ) -> None:
-    about = {"classname": _xml(f"parity.{report.model}.{report.config}"), "name": _xml(name), "time": f"{seconds:.3f}"}
+    about = {"classname": _xml(f"parity.{report.model}.{report.config}"), "name": _xml(name), "time": f"{seconds:.6f}"}
     case = ElementTree.SubElement(suite, "testcase", about)
     if failures:
         failure = ElementTree.SubElement(case, "failure", type="parity", message=_xml(failures[0]))
@@ -348,8 +348,8 @@ def _explain(row: Row) -> str:
     return f"{row.name}: {row.verdict}{at}" + (f"; {row.note}" if row.note else "")
 
 
-def html(report: ParityReport) -> str:
-    """One self-contained page. Needs the `report` extra: raises MissingDependency without it."""
+def html_tools() -> tuple[Any, Any]:
+    """jinja2, and the module that draws. Raises MissingDependency without the `report` extra."""
     try:
         import jinja2
 
@@ -358,13 +358,19 @@ def html(report: ParityReport) -> str:
         raise MissingDependency(
             f"the HTML report needs jinja2 and matplotlib ({error}); pip install 'voicehub-aot[report]'"
         ) from error
+    return jinja2, charts
+
+
+def html(report: ParityReport) -> str:
+    """One self-contained page. Needs the `report` extra: raises MissingDependency without it."""
+    jinja2, charts = html_tools()
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "label": label}
     groups = [(check, _worst_first(row for row in report.rows if row.check == check)) for check in get_args(Check)]
     template = resources.files("voicehub_aot.artifacts").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    return environment.from_string(template).render(  # type: ignore[no-any-return]
         report=report,
         groups=sorted((g for g in groups if g[1]), key=lambda group: group[1][0].passed),
         about=CHECKS,

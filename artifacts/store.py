@@ -62,19 +62,45 @@ def list_files(root: Path) -> dict[str, FileEntry]:
 
 
 def write_whole(contents: Mapping[Path, str]) -> None:
-    """Write text files, all of them or none: temporary siblings first, then renamed. Raises UsageError."""
-    partial = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
+    """Write text files, all of them or none. Raises UsageError.
+
+    All are written beside their places before the first is renamed, and a rename that fails undoes those before it.
+    A symlink stays one: what it points to is written.
+    """
+    written: list[tuple[Path, Path]] = []  # the place, and where its text lies meanwhile
     path = Path()
     try:
-        for path, text in contents.items():
-            partial[path].write_text(text, encoding="utf-8")
-        for path, written in partial.items():
-            written.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another place") from error
+        for number, path in enumerate(contents):
+            place = path.resolve()
+            text = place.with_name(f".voicehub-aot-{os.getpid()}-{number}.tmp")
+            written.append((place, text))
+            text.write_text(contents[path], encoding="utf-8")
+        with _undone() as before:
+            for path, (place, text) in zip(contents, written, strict=True):  # noqa: B007  (the error names it)
+                old = place.read_bytes() if place.exists() else None
+                text.replace(place)
+                before[place] = old
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: cannot be written ({reason}); give another place") from error
     finally:
-        for written in partial.values():
-            written.unlink(missing_ok=True)
+        for _, text in written:
+            text.unlink(missing_ok=True)
+
+
+@contextmanager
+def _undone() -> Iterator[dict[Path, bytes | None]]:
+    """What files held before, to be filled: if the block fails they hold it again; None = the file was absent."""
+    before: dict[Path, bytes | None] = {}
+    try:
+        yield before
+    except BaseException:
+        for place, content in before.items():
+            if content is None:
+                place.unlink()
+            else:
+                place.write_bytes(content)
+        raise
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -472,6 +472,9 @@ def test_verify_passes_what_was_built_and_writes_every_report(
     suite = ElementTree.fromstring(reports[0].read_text())
     assert int(suite.get("tests", 0)) > 0
     assert suite.get("failures") == "0"
+    times = [float(case.get("time", 0)) for case in suite.iter("testcase")]
+    assert all(seconds > 0 for seconds in times)
+    assert float(suite.get("time", 0)) == pytest.approx(sum(times), abs=1e-3 * len(times))
     assert "PASSED" in reports[1].read_text()
     assert json.loads(reports[2].read_text()) == ran.document
     assert "trajectory" in command("verify", f5_shared, *ALONE).out
@@ -491,6 +494,37 @@ def test_a_report_that_cannot_be_written_is_a_usage_error(f5_shared: Path, comma
     for flag in ("--junit", "--html", "--report"):
         ran = command("verify", f5_shared, flag, tmp_path / "absent" / "parity")
         assert (ran.code, "lies in no folder" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_what_a_report_needs_is_asked_before_the_work_and_no_other_is_written(
+    f5_shared: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "voicehub_aot.artifacts.charts", raising=False)
+    monkeypatch.delattr("voicehub_aot.artifacts.charts", raising=False)
+    monkeypatch.setattr("voicehub_aot.verify.verify", lambda *_: pytest.fail("the work was begun"))
+    names = ("--junit", tmp_path / "a.xml", "--html", tmp_path / "a.html", "--report", tmp_path / "a.json")
+
+    ran = command("verify", f5_shared, *names)
+
+    assert (ran.code, "voicehub-aot[report]" in ran.err) == (4, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["junit", "html", "as_json"])
+def test_a_report_that_fails_leaves_no_other(
+    f5_shared: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def broken(_: object) -> str:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(f"voicehub_aot.artifacts.report.{part}", broken)
+    monkeypatch.setattr("voicehub_aot.parity.check", lambda *_: [])
+    names = ("--junit", tmp_path / "a.xml", "--html", tmp_path / "a.html", "--report", tmp_path / "a.json")
+
+    assert command("verify", f5_shared, *names).code == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- replay

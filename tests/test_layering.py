@@ -69,6 +69,7 @@ LAYERS["options"] = {"engines", "choice", "bucket", "program", "target", "errors
 LAYERS["jobs"] = {"options", "few_rows", "engines", "export", "stage", "stacked", "bucket", "region"}
 LAYERS["engine_cache"] = {"errors", "jobs", "options", "engines", "artifacts", "target"}
 LAYERS["compilation"] = {
+    "toolchain",
     "engine_cache",
     "jobs",
     "options",
@@ -82,7 +83,7 @@ LAYERS["compilation"] = {
 LAYERS["assembly"] = {"compilation", "jobs", "options", "engines", "stage", "choice", "artifacts", "__init__"}
 LAYERS["assembly"] |= {"flops", "bucket", "program", "region"}
 LAYERS["build"] = LAYERS["assembly"] | LAYERS["compilation"] | {"assembly", "few_rows", "loading", "runtime", "parity"}
-LAYERS["build"] |= {"engines", "noise", "recording", "step_times", "verify"}
+LAYERS["build"] |= {"engines", "toolchain", "noise", "recording", "step_times", "verify"}
 LAYERS["models"] = {"assembly", "build", "engine_cache", "adapters", "artifacts", "checkpoint", "golden", "program"}
 LAYERS["models"] |= {"synthetic", "errors"}
 LAYERS["replay"] = LAYERS["build"] | {"adapters", "build", "golden", "models"}
@@ -92,7 +93,7 @@ LAYERS["triton_model"] = {"__init__", "errors"}
 LAYERS["bundle"] = {"artifacts", "engines", "region", "program", "guidance", "errors"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
 LAYERS["console"] = {"options", "errors"}
-LAYERS["inspection"] = {"toolchain", "console", "engine_cache", "engines", "artifacts", "target"}
+LAYERS["inspection"] = {"toolchain", "console", "engine_cache", "engines", "artifacts", "target", "errors"}
 LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 

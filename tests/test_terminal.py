@@ -58,12 +58,41 @@ def test_a_full_disk_is_told_as_such(tmp_path, monkeypatch):
 
 
 def test_several_files_are_written_all_or_none(tmp_path):
+    (tmp_path / "known.json").write_text("before", encoding="utf-8")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UsageError, match="folder: cannot be written"):
-        store.write_whole({tmp_path / "a.json": "{}", tmp_path / "folder": "text"})
+    contents = {tmp_path / "known.json": "{}", tmp_path / "new.xml": "<a/>", tmp_path / "folder": "text"}
 
-    assert not (tmp_path / "a.json").exists() or (tmp_path / "a.json").read_text(encoding="utf-8") == "{}"
-    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+    with pytest.raises(UsageError, match="folder: cannot be written"):
+        store.write_whole(contents)
+
+    assert (tmp_path / "known.json").read_text(encoding="utf-8") == "before"
+    assert {p.name for p in tmp_path.iterdir()} == {"folder", "known.json"}
+
+
+def test_nothing_is_written_if_the_writing_is_interrupted(tmp_path, monkeypatch):
+    renamed = []
+
+    def replace(self, target):
+        renamed.append(target)
+        if len(renamed) == 2:
+            raise KeyboardInterrupt
+        self.rename(target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        store.write_whole({tmp_path / "a.json": "{}", tmp_path / "b.xml": "<a/>"})
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_a_link_stays_one_and_a_long_name_is_no_hindrance(tmp_path):
+    (tmp_path / "link").symlink_to("real")
+
+    store.write_whole({tmp_path / "link": "here", tmp_path / ("x" * 250): "there"})
+
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text(encoding="utf-8") == "here"
+    assert (tmp_path / ("x" * 250)).read_text(encoding="utf-8") == "there"
 
 
 def test_a_report_in_a_place_that_cannot_be_written_leaves_no_other(tmp_path):
@@ -118,6 +147,24 @@ def test_a_circle_of_links_is_named(tmp_path):
 def test_a_result_never_replaces_a_device_or_a_folder(tmp_path, place):
     with pytest.raises(UsageError, match="give"):
         console.check_output(tmp_path / place)
+
+
+def test_reports_are_different_files_outside_the_artifact(tmp_path):
+    (tmp_path / "a.aot").mkdir()
+    (tmp_path / "link.xml").symlink_to("report")
+
+    with pytest.raises(UsageError, match="two reports name one file"):
+        console.check_reports(tmp_path / "a.aot", (tmp_path / "report", None, tmp_path / "link.xml"))
+    with pytest.raises(UsageError, match="must stay as it was built"):
+        console.check_reports(tmp_path / "a.aot", (tmp_path / "a.aot" / "junit.xml", None, None))
+    console.check_reports(tmp_path / "a.aot", (None, tmp_path / "a.html", tmp_path / "b.json"))
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # root may write everywhere
+
+    with pytest.raises(UsageError, match="its folder cannot be written"):
+        console.check_output(tmp_path / "report.xml")
 
 
 def test_what_an_artifact_holds_follows_the_umask(tmp_path):

@@ -14,16 +14,24 @@ from typing import Any
 
 import torch
 
-from voicehub_aot import engines, few_rows, parity, step_times
+from voicehub_aot import engines, few_rows, parity, step_times, toolchain
 from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.assembly import Model, Parts, assemble, sign_again
 from voicehub_aot.bucket import Buckets, waste
 from voicehub_aot.choice import EAGER, choose, label, noise
 from voicehub_aot.compilation import Compiled, compile_all
-from voicehub_aot.engine_cache import cache_dir, inductor_cache
+from voicehub_aot.engine_cache import cache_dir
 from voicehub_aot.engines.eager import EagerEvaluator
-from voicehub_aot.errors import BuildError, GateFailed, MissingDependency, ParityFailed, Unsupported, UsageError
+from voicehub_aot.errors import (
+    BuildError,
+    EngineUnavailable,
+    GateFailed,
+    MissingDependency,
+    ParityFailed,
+    Unsupported,
+    UsageError,
+)
 from voicehub_aot.export import MAX_ROWS, export_region
 from voicehub_aot.jobs import plan_jobs, size_spans
 from voicehub_aot.loading import load
@@ -60,8 +68,8 @@ def build(
     progress = progress or Progress()
     start = time.perf_counter()
     cache = options.cache or cache_dir()
-    options, unable = able(options, cache, progress)
-    with store.writing(output, options.replace) as folder, inductor_cache(cache):
+    options, unable = able(options, cache, output, progress)
+    with store.writing(output, options.replace) as folder:
         progress.stage(f"export {model.region.spec.name}")
         graph, symbols = export_region(model.region)
         progress.stage("split by binding time")
@@ -75,17 +83,19 @@ def build(
         return _Proof(parts, compiled, left_out, start, progress).finish(folder, output)
 
 
-def able(options: Options, cache: Path, progress: Progress) -> tuple[Options, dict[str, str]]:
-    """The options with the engines that can be compiled here, and why others cannot, told before the long work.
+def able(options: Options, cache: Path, output: Path, progress: Progress) -> tuple[Options, dict[str, str]]:
+    """The options with the engines that can be built here, and why others cannot, told before the long work.
 
     An engine asked for by name is never left out: its error is raised.
     """
-    if options.engines_from is not None:  # nothing is compiled
-        return options, {}
     unable: dict[str, str] = {}
     for name in options.engines:
+        engine = engines.get(name)
         try:
-            engines.get(name).check_build(cache)
+            if options.engines_from is None:  # else nothing is compiled
+                engine.check_build(cache, options.target)
+            if engine.NATIVE and (options.parity or options.auto):
+                toolchain.check_may_run(output.resolve().parent)
         except (Unsupported, UsageError, MissingDependency) as error:
             if not options.auto:
                 raise
@@ -93,7 +103,7 @@ def able(options: Options, cache: Path, progress: Progress) -> tuple[Options, di
             progress.stage(f"left out {name}: {error}")
     left = tuple(name for name in options.engines if name not in unable)
     if not left:
-        raise BuildError(f"no engine can be compiled here: {unable}")
+        raise EngineUnavailable(f"no engine can be built here: {unable}")
     return replace(options, engines=left), unable
 
 
@@ -119,7 +129,7 @@ def _compile(parts: Parts, cache: Path, start: float, progress: Progress) -> tup
         else:
             try:
                 compiled += compile_all(jobs, spec, options, cache, progress, exported)
-            except BuildError as error:
+            except (BuildError, Unsupported) as error:
                 if not options.auto:
                     raise
                 left_out[name] = str(error)
@@ -281,6 +291,7 @@ def staged_row(staged: Staged) -> reports.Row:
         check="staged", engine="eager", bucket={}, lengths=(), program=None, time=None, guided=True,
         max_abs=error.worst, rel_l2=0.0, snr_db=None, first_bad_step=None, distance=error.worst,
         budget=error.allowed, passed=error.worst <= error.allowed, note="staged graphs against the whole graph",
+        seconds=error.seconds,
     )  # fmt: skip
 
 

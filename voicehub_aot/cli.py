@@ -129,8 +129,9 @@ def verify(
     from voicehub_aot.verify import verify as run_verify
 
     console.set_up_logging(verbose)
-    for path in (junit, html, report):
-        console.check_output(path)
+    console.check_reports(artifact, (junit, html, report))
+    if html:
+        reports.html_tools()
     progress = console.ConsoleProgress()
     try:
         progress.stage(f"verify {artifact}")

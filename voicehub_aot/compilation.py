@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from voicehub_aot import engines
+from voicehub_aot import engines, toolchain
 from voicehub_aot.artifacts.manifest import EngineEntry
 from voicehub_aot.engine_cache import cached_engine, compile_into_cache, engine_payload, payload_key
 from voicehub_aot.engines import StageCode
-from voicehub_aot.errors import CompileFailed, VersionUnsupported
+from voicehub_aot.errors import EngineUnavailable, VersionUnsupported
 from voicehub_aot.export import export_program, named_dims
 from voicehub_aot.jobs import MAX_EVALUATIONS, Job, dynamic_axes, size_spans
 from voicehub_aot.options import Options, Progress
@@ -119,6 +119,16 @@ def _compile_waiting(
             progress.engine(item.job.name, "done", seconds)
             yield replace(item, seconds=seconds)
         return
+    try:
+        yield from _compile_in_workers(waiting, workers, options, progress)
+    except BrokenProcessPool as error:
+        names = ", ".join(item.job.name for item, _ in waiting)
+        raise EngineUnavailable(f"{names}: a process that compiles them was killed, {toolchain.MORE_MEMORY}") from error
+
+
+def _compile_in_workers(
+    waiting: Sequence[tuple[Compiled, StageCode]], workers: int, options: Options, progress: Progress
+) -> Iterable[Compiled]:
     threads = max(1, usable_threads() // workers)
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -136,13 +146,7 @@ def _compile_waiting(
             pending[future] = item
             progress.engine(item.job.name, "compile")
         for future in as_completed(pending):
-            try:
-                seconds = future.result()
-            except BrokenProcessPool as error:
-                raise CompileFailed(
-                    f"{pending[future].job.name}: a compile worker was killed, for lack of memory most likely; "
-                    "build with --jobs 1, or give the build more memory"
-                ) from error
+            seconds = future.result()
             progress.engine(pending[future].job.name, "done", seconds)
             yield replace(pending[future], seconds=seconds)
 

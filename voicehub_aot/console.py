@@ -111,6 +111,19 @@ def check_output(path: Path | None) -> None:
         raise UsageError(f"{path}: is a folder, a device or a pipe, which a file cannot replace; give another place")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path}: lies in no folder that exists; give a file in one that does")
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise UsageError(f"{path}: its folder cannot be written; give another place")
+
+
+def check_reports(artifact: Path, paths: Sequence[Path | None]) -> None:
+    """The same of several files about an artifact: they are different, and none lies inside it."""
+    named = [path for path in paths if path is not None]
+    for path in named:
+        check_output(path)
+        if path.resolve().is_relative_to(artifact.resolve()):
+            raise UsageError(f"{path}: lies in {artifact}, which must stay as it was built; give another place")
+    if len({path.resolve() for path in named}) < len(named):
+        raise UsageError(f"{', '.join(map(str, named))}: two reports name one file; give each its own")
 
 
 def say(text: str) -> None:

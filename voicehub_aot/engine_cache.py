@@ -11,8 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +38,6 @@ def cache_dir() -> Path:
         return Path(own) if own else (Path(base) if base else Path.home() / ".cache") / "voicehub-aot"
     except RuntimeError as error:  # no HOME, and nobody of this number in the system's list
         raise UsageError(f"no folder to keep finished engines in ({error}); set VOICEHUB_AOT_CACHE_DIR") from error
-
-
-@contextmanager
-def inductor_cache(cache: Path) -> Iterator[None]:
-    """Inductor's own files below our cache while the block runs, unless the user says where; then as before."""
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        yield
-        return
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
-    try:
-        yield
-    finally:
-        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
 
 def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:

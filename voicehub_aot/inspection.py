@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from voicehub_aot import console, toolchain
+from voicehub_aot import console, engines, toolchain
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.engine_cache import cache_dir
-from voicehub_aot.engines.aoti import compiler_version
-from voicehub_aot.target import default_target, host_features, usable_threads
+from voicehub_aot.errors import AotError, UsageError
+from voicehub_aot.target import default_target, host_features, parse_target, usable_threads
 
 PACKAGES = ("voicehub-aot", "torch", "numpy", "onnx", "onnxruntime", "openvino", "triton", "tensorrt")
 
@@ -120,6 +120,24 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
+def _able(name: str) -> str:
+    """Whether an engine could be built here: "ok", or what is wrong and what to do."""
+    engine = engines.get(name)
+    try:
+        engine.check()
+        engine.check_build(cache_dir(), parse_target(default_target()))
+    except AotError as error:
+        return str(error)
+    return "ok"
+
+
+def _cache() -> str:
+    try:
+        return str(cache_dir())
+    except UsageError as error:
+        return str(error)
+
+
 def doctor() -> dict[str, str]:
     """Facts that decide what can be built and run here."""
     versions = {}
@@ -132,11 +150,11 @@ def doctor() -> dict[str, str]:
         **versions,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "compiler": compiler_version(),
-        "toolchain": toolchain.describe(cache_dir()),
+        "compiler": toolchain.compiler_version(),
+        **{f"build with {name}": _able(name) for name in engines.ENGINES},
         "default target": default_target(),
         "vector extensions": " ".join(sorted(f for f in host_features() if f.startswith(("avx", "amx", "fma")))) or "-",
         "threads": str(usable_threads()),
         "torch matrix kernels": torch.backends.cpu.get_cpu_capability(),
-        "cache": str(cache_dir()),
+        "cache": _cache(),
     }

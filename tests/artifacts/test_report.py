@@ -308,6 +308,15 @@ def test_junit_counts_what_it_lists(report):
     assert (int(root.get("failures")) == 0) == bool(report)
 
 
+def test_junit_has_the_seconds_of_each_case_and_their_sum():
+    rows = [make_row(seconds=1.25), make_row(lengths=(97,), seconds=0.5), make_row(engine="openvino", seconds=2.0)]
+
+    root = ElementTree.fromstring(junit(make_report(*rows, make_row(check="padding"))))
+
+    assert [case.get("time") for case in root.iter("testcase")] == ["1.750000", "2.000000", "0.000000"]
+    assert root.get("time") == root.find("testsuite").get("time") == "3.750000"
+
+
 def test_a_junit_failure_names_the_worst_row_first():
     rows = [make_row(), failed(lengths=(97,)), failed(lengths=(33,), distance=1.0, first_bad_step=3, note="drift")]
 

@@ -108,7 +108,7 @@ class Engine(Protocol):
     def check(self) -> None:
         """Raises EngineUnavailable or MissingDependency if this machine cannot build or run it."""
 
-    def check_build(self, cache: Path) -> None:
+    def check_build(self, cache: Path, target: Target) -> None:
         """Raises EngineUnavailable or UsageError, within seconds, if nothing can be compiled here.
 
         cache: where finished engines are kept.

@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import shlex
 import shutil
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
@@ -53,6 +50,8 @@ LIBRARY = FOLDER / "model.wrapper.so"
 METADATA = FOLDER / "model.wrapper_metadata.json"
 PACKED_MARK = "_linear_pointwise"  # the packed matrix product in generated code
 
+STANDARD = "-std=c++20"  # of Inductor's commands
+HEADERS = ("torch/headeronly/macros/Macros.h",)  # the smallest of torch's that generated code includes
 NOMINAL_THREADS = 16  # how deep loops are made parallel for; the number that runs them is known at run time
 
 
@@ -62,10 +61,14 @@ def check() -> None:
         raise EngineUnavailable(f"this torch ({torch.__version__}) has no AOTInductor runtime; install another build")
 
 
-def check_build(cache: Path) -> None:
-    """It compiles C++."""
-    toolchain.check_folders(cache)
-    toolchain.check_compiler(cache)
+def check_build(cache: Path, target: Target) -> None:
+    """It compiles C++ against torch's headers."""
+    installed = Path(torch.__file__).parent
+    toolchain.check_paths([installed])
+    toolchain.check_cache(cache)
+    headers = installed / "include"
+    flags = (STANDARD, f"-march={target.isa}", f"-I{headers}", f"-I{headers}/torch/csrc/api/include")
+    toolchain.check_compiler(cache, toolchain.Needs(flags, HEADERS))
 
 
 def reads_weight_file(weights: Weights) -> bool:
@@ -77,7 +80,7 @@ def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any
     return {
         "code": code_digest(__file__, depthwise.__file__),  # whose composition Inductor compiles
         "options": options(weights, target),
-        "compiler": compiler_version(),
+        "compiler": toolchain.compiler_version(),
         "matrix_isa": torch.backends.cpu.get_cpu_capability() if packed else "",
         "features": sorted(host_features()) if target.isa == "native" else [],
     }
@@ -85,16 +88,6 @@ def settings(code: StageCode, weights: Weights, target: Target) -> dict[str, Any
 
 def versions() -> dict[str, str]:
     return {}
-
-
-@cache
-def compiler_version() -> str:
-    try:
-        words = [*shlex.split(toolchain.compiler()), "--version"]
-        text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return "unknown"
-    return (text.splitlines() or ["unknown"])[0]
 
 
 def options(weights: Weights, target: Target) -> dict[str, Any]:
@@ -115,14 +108,28 @@ def options(weights: Weights, target: Target) -> dict[str, Any]:
 
 
 def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
-    """Raises CompileFailed with the back end's reason chained, or if packing was asked for and did not happen."""
+    """Raises CompileFailed with the back end's reason chained, or if packing was asked for and did not happen.
+
+    EngineUnavailable if the system killed the compiler.
+    """
+    with toolchain.inductor_cache(code.cache or folder.parent):
+        _compile(code, weights, target, folder)
+
+
+def _compile(code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
     from torch._inductor import aot_compile
 
     module, where = code.graph, code.name
+    here = {
+        "cpp.cxx": (toolchain.compiler(),),  # Inductor would take what CXX was when it was imported
+        "aot_inductor.precompile_headers": shutil.which("openssl") is not None,  # which it compares headers with
+    }
     try:
         with torch.no_grad(), _quiet_compiler(), _weights_stay_outside(weights):
-            files = cast(list[Any], aot_compile(module, code.examples, options=options(weights, target)))
+            files = cast(list[Any], aot_compile(module, code.examples, options=options(weights, target) | here))
     except Exception as error:  # Inductor raises its own, the compiler's and plain runtime errors
+        if toolchain.was_killed(error):
+            raise EngineUnavailable(f"{where}: the C++ compiler was killed, {toolchain.MORE_MEMORY}") from error
         raise CompileFailed(f"{where}: AOTInductor failed ({type(error).__name__}): {error}") from error
     library = _only(files, ".wrapper.so", where)
     metadata = _only(files, ".wrapper_metadata.json", where)
@@ -134,7 +141,7 @@ def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Pat
     shutil.copyfile(library, folder / LIBRARY)
     shutil.copyfile(metadata, folder / METADATA)
     if weights == "shared":
-        _check_outside(module, folder, where)
+        _check_outside(module, folder, Path(library).parent, where)
     for file in files:
         if isinstance(file, str):  # a packed library is as large as the model: leave no second copy behind
             Path(file).unlink(missing_ok=True)
@@ -163,14 +170,14 @@ def _weights_stay_outside(weights: Weights) -> Iterator[None]:
         GraphLowering.can_inline_constant = inlines  # type: ignore[method-assign]
 
 
-def _check_outside(module: fx.GraphModule, folder: Path, where: str) -> None:
+def _check_outside(module: fx.GraphModule, folder: Path, place: Path, where: str) -> None:
     """Every weight the graph reads must be one the engine asks for.
 
-    Asked of a copy: the linker never unloads a library, and a process ends in a segmentation fault if the file under
-    one is overwritten, which may happen to a file in the cache.
+    Asked of a copy in `place`, which may hold code: the linker never unloads a library, and a process ends in a
+    segmentation fault if the file under one is overwritten, which may happen to a file in the cache.
     """
     wanted = {str(n.target) for n in module.graph.nodes if n.op == "get_attr" and n.users}
-    with TemporaryDirectory(prefix="voicehub-aot-") as scratch:
+    with TemporaryDirectory(prefix="voicehub-aot-", dir=place) as scratch:
         copy = shutil.copytree(folder, Path(scratch) / "engine")
         loader = torch._C._aoti.AOTIModelPackageLoader(str(copy), "model", False, 1, -1)
         inside = sorted(wanted - set(loader.get_constant_fqns()))
@@ -262,6 +269,8 @@ def open_stage(source: Source, runners: int) -> AotiStage:
                 names = loader.get_constant_fqns() if reads else []
                 _check_counts(loader, source)
             except (RuntimeError, ValueError) as error:  # ValueError: a library that does not describe its arguments
+                if toolchain.noexec(source.root):
+                    raise EngineUnavailable(f"{where}: {source.root} is mounted noexec; move the artifact") from error
                 raise ArtifactCorrupt(f"{where}: the library cannot be opened ({_first_line(error)})") from error
             if not reads:
                 unmap_packed_weights(source.root / library, before)

@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from voicehub_aot.engines import WEIGHTS, Source, _memory, _onnx
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
+from voicehub_aot.target import Target
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -43,7 +44,7 @@ def check() -> None:
     _onnx.require()
 
 
-def check_build(cache: Path) -> None:
+def check_build(cache: Path, target: Target) -> None:
     """Nothing is compiled to code of this machine."""
     check()
 

@@ -13,6 +13,7 @@ import torch
 
 from voicehub_aot.engines import Source, _onnx
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
+from voicehub_aot.target import Target
 
 NAME = "openvino"
 FUSES = False
@@ -31,7 +32,7 @@ def check() -> None:
     _onnx.require()
 
 
-def check_build(cache: Path) -> None:
+def check_build(cache: Path, target: Target) -> None:
     """Nothing is compiled to code of this machine."""
     check()
 
@@ -43,6 +44,8 @@ def _package() -> Any:
         raise MissingDependency(
             f"the openvino engine needs openvino: pip install 'voicehub-aot[openvino]' ({error})"
         ) from error
+    except (RuntimeError, OSError) as error:  # it looks for a home folder, to keep a consent in
+        raise EngineUnavailable(f"openvino cannot be imported ({error}); set HOME to a folder") from error
     return openvino
 
 

@@ -60,7 +60,7 @@ def check() -> None:
     _onnx.require()
 
 
-def check_build(cache: Path) -> None:
+def check_build(cache: Path, target: Target) -> None:
     """Nothing is compiled to code of this machine."""
     check()
 
