@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from voicehub_aot.bucket import Buckets
+from voicehub_aot.bucket import Buckets, Ladder
 from voicehub_aot.region import RegionSpec, TensorSpec
 from voicehub_aot.target import Target
 
@@ -78,6 +78,7 @@ class Manifest(_Data):
     versions: dict[str, str]
     region: RegionSpec
     buckets: Buckets
+    ladder: Ladder = Ladder()
     shapes: Literal["dynamic", "static"]
     weights_mode: Literal["packed", "shared"]
     engines: tuple[EngineEntry, ...]
@@ -101,7 +102,8 @@ class Manifest(_Data):
         return self.model_copy(update={"digest": self.computed_digest()})
 
     def computed_digest(self) -> str:
-        return _digest(self.model_dump(mode="json", exclude={"digest"}))
+        absent = set() if self.ladder.axes else {"ladder"}  # as in artifacts from before there were ladders
+        return _digest(self.model_dump(mode="json", exclude={"digest", *absent}))
 
 
 def _digest(value: Any) -> str:

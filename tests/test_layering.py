@@ -44,13 +44,14 @@ LAYERS["adapters"] |= {"kernels", "errors"}
 LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
 LAYERS["runtime"] = {"artifacts", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
 LAYERS["runtime"] |= {"guidance", "errors"}
-LAYERS["loading"] = {"artifacts", "engines", "runtime", "staged", "region", "program", "target", "errors"}
+LAYERS["loading"] = {"artifacts", "bucket", "engines", "runtime", "staged", "region", "program", "target", "errors"}
 LAYERS["__init__"] = {"adapters", "loading", "runtime", "errors"}
 LAYERS["recording"] = {"runtime", "region", "program", "errors"}
 LAYERS["step_times"] = {"recording", "runtime", "region"}
 LAYERS["parity"] = {"recording", "runtime", "artifacts", "region", "errors"}
 LAYERS["verify"] = {"parity", "recording", "loading", "artifacts", "errors"}
 LAYERS["options"] = {"engines", "choice", "bucket", "program", "target", "errors"}
+LAYERS["ladder"] = {"stage", "bucket"}
 LAYERS["jobs"] = {"options", "few_rows", "engines", "export", "stage", "stacked", "bucket", "region"}
 LAYERS["engine_cache"] = {"jobs", "options", "engines", "artifacts", "target"}
 LAYERS["compilation"] = {
@@ -65,7 +66,7 @@ LAYERS["compilation"] = {
     "errors",
 }
 LAYERS["assembly"] = {"compilation", "jobs", "options", "engines", "stage", "choice", "artifacts", "__init__"}
-LAYERS["assembly"] |= {"flops", "bucket", "program", "region"}
+LAYERS["assembly"] |= {"flops", "ladder", "bucket", "program", "region"}
 LAYERS["build"] = LAYERS["assembly"] | LAYERS["compilation"] | {"assembly", "few_rows", "loading", "runtime", "parity"}
 LAYERS["build"] |= {"recording", "step_times", "verify"}
 LAYERS["models"] = {"assembly", "build", "engine_cache", "adapters", "artifacts", "checkpoint", "golden", "program"}
@@ -77,7 +78,7 @@ LAYERS["triton_model"] = {"__init__", "errors"}
 LAYERS["bundle"] = {"artifacts", "engines", "region", "program", "guidance", "errors"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
 LAYERS["console"] = {"options", "errors"}
-LAYERS["inspection"] = {"console", "engine_cache", "engines", "artifacts", "target"}
+LAYERS["inspection"] = {"bucket", "console", "engine_cache", "engines", "artifacts", "target"}
 LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 

@@ -14,6 +14,7 @@ import torch
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry, Manifest
+from voicehub_aot.bucket import Ladder
 from voicehub_aot.engines import Source, StageEngine
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, OptionUnsupported, VersionUnsupported
 from voicehub_aot.program import Program
@@ -62,6 +63,7 @@ def load(
     tensors = store.map_tensors(root / store.WEIGHTS)
     prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency)) for entry in entries]
     tables = {name: _table(program, manifest, tensors, where) for name, program in programs.items()}
+    keeps = any(engines.kernel_bytes(e.engine, manifest.weights_mode) for e in entries)
     evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables)
     return Runtime(
         manifest.region,
@@ -69,6 +71,7 @@ def load(
         programs,
         manifest.buckets,
         shapes=manifest.shapes,
+        ladder=manifest.ladder if keeps else Ladder(),
         overflow=overflow,
         concurrency=concurrency,
         name=manifest.model,

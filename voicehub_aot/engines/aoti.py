@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from voicehub_aot.engines import Source, StageCode, Weights, code_digest
-from voicehub_aot.engines._memory import release_pages
+from voicehub_aot.engines._memory import release_heap, release_pages
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable
 from voicehub_aot.kernels import depthwise
 from voicehub_aot.target import VECTOR_BITS, Target, host_features
@@ -40,6 +40,7 @@ FUSES = True
 NATIVE = True
 STATIC = True
 FORMAT = NAME
+KERNEL_BYTES = 2 * 252 * 1024  # two descriptors of oneDNN's packed product; no call gives them back
 
 FOLDER = Path("data/aotinductor/model")  # where the raw loader looks inside an unpacked package
 LIBRARY = FOLDER / "model.wrapper.so"
@@ -185,15 +186,24 @@ def install(compiled: Path, root: Path, name: str, target: Target) -> str:
 
 
 class AotiStage:
-    """One opened stage. `constants` are kept alive here because the library holds bare pointers to them."""
+    """One opened stage. `constants` are kept alive here because the library holds bare pointers to them.
 
-    def __init__(self, loader: Any, constants: dict[str, torch.Tensor]) -> None:
+    packed: kernels stay in the heap after the first call at each size, strewn among what that call has freed; so the
+    free pages are given back then. Else the next size would add to them.
+    """
+
+    def __init__(self, loader: Any, constants: dict[str, torch.Tensor], packed: bool = False) -> None:
         self._run = loader.run
         self._loader, self._constants = loader, constants
+        self._seen: set[tuple[torch.Size, ...]] | None = set() if packed else None
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """~4 us on top of the stage's own work. Thread-safe; calls beyond `runners` queue inside."""
-        return self._run(inputs)  # type: ignore[no-any-return]
+        outputs: list[torch.Tensor] = self._run(inputs)
+        if self._seen is not None and (sizes := tuple(t.shape for t in inputs)) not in self._seen:
+            self._seen.add(sizes)
+            release_heap()
+        return outputs
 
 
 def open_stage(source: Source, runners: int) -> AotiStage:
@@ -216,7 +226,7 @@ def open_stage(source: Source, runners: int) -> AotiStage:
         loader.load_constants(bound, False, True, user_managed=True)
     else:
         release_mapped_weights(folder / LIBRARY)
-    return AotiStage(loader, bound)
+    return AotiStage(loader, bound, packed=not source.constants)
 
 
 def _first_line(error: BaseException) -> str:
