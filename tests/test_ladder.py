@@ -21,7 +21,7 @@ FRAMES = Dim(name="frames", max=700, doc="")
 def test_buckets_are_rungs_and_the_widest_steps_are_divided_first() -> None:
     assert rungs_between((64, 128, 250), 3) == (64, 128, 250)
     assert rungs_between((64, 128, 250), 4) == (64, 128, 189, 250)
-    assert rungs_between((64, 128, 250), 8) == (32, 64, 96, 128, 158, 189, 219, 250)
+    assert rungs_between((64, 128, 250), 8) == (32, 64, 96, 128, 159, 189, 220, 250)
     assert rungs_between((2, 5), 9) == (1, 2, 3, 4, 5)
     assert rungs_between((1, 2, 3), 2) == (1, 2, 3)
     assert rungs_between((), 8) == ()
