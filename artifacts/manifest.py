@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from voicehub_aot.artifacts.relations import check_path, problems
-from voicehub_aot.bucket import Buckets
+from voicehub_aot.bucket import Buckets, Ladder
 from voicehub_aot.region import Name, RegionSpec, Size, TensorSpec
 from voicehub_aot.target import Target
 
@@ -104,6 +104,7 @@ class Manifest(_Data):
     versions: dict[str, str]
     region: RegionSpec
     buckets: Buckets
+    ladder: Ladder = Ladder()
     shapes: Literal["dynamic", "static"]
     weights_mode: Literal["packed", "shared"]
     engines: tuple[EngineEntry, ...]

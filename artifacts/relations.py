@@ -47,6 +47,11 @@ def problems(manifest: Manifest) -> Iterator[str]:
         yield f"buckets: {error}"
     if (combinations := prod(map(len, manifest.buckets.axes.values()))) > MOST_BUCKETS:
         yield f"buckets: {combinations} combinations, wanted at most {MOST_BUCKETS}"
+    for axis, rungs in manifest.ladder.axes.items():
+        if not any(axis == dim.name for dim in manifest.region.dims):
+            yield f"ladder: {axis!r} is not a dimension of the region"
+        if rungs and not set(manifest.buckets.axes.get(axis, ())) <= set(rungs):
+            yield f"ladder: {axis} lacks a promised bucket"
     missing = [stage for stage in (TABLE, PREPARE, STEP) if stage not in manifest.stages]
     missing += [stage for stage in manifest.stages if stage not in (TABLE, PREPARE, ROWS, STEP)]
     if missing:

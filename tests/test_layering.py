@@ -26,6 +26,7 @@ LAYERS = {
     "target": {"errors"},
     "toolchain": {"errors"},
     "forks": {"errors"},
+    "heap": set(),
     "program": {"errors"},
     "solver": {"program", "schedule", "errors"},
     "region": {"guidance", "errors"},
@@ -55,10 +56,11 @@ LAYERS = {
     "artifacts": {"program", "bucket", "reading", "region", "target", "errors"},
 }
 LAYERS["adapters"] |= {"kernels", "errors"}
-LAYERS["staged"] = {"artifacts", "engines", "bucket", "region", "program", "errors"}
+LAYERS["staged"] = {"artifacts", "engines", "heap", "bucket", "region", "program", "errors"}
 LAYERS["runtime"] = {"artifacts", "sampler", "staged", "denoiser", "request", "bucket", "region", "program"}
 LAYERS["runtime"] |= {"guidance", "forks", "errors"}
 LAYERS["loading"] = {"artifacts", "engines", "runtime", "staged", "region", "program", "target", "forks", "errors"}
+LAYERS["loading"] |= {"heap"}
 LAYERS["__init__"] = {"adapters", "loading", "runtime", "errors"}
 LAYERS["recording"] = {"artifacts", "runtime", "reading", "region", "program", "errors"}
 LAYERS["step_times"] = {"recording", "runtime", "region"}
@@ -66,6 +68,7 @@ LAYERS["noise"] = {"engines", "runtime", "region"}
 LAYERS["parity"] = {"noise", "recording", "runtime", "artifacts", "region", "errors"}
 LAYERS["verify"] = {"parity", "recording", "loading", "artifacts", "errors"}
 LAYERS["options"] = {"engines", "choice", "bucket", "program", "target", "errors"}
+LAYERS["ladder"] = {"stage", "bucket"}
 LAYERS["jobs"] = {"options", "few_rows", "engines", "export", "stage", "stacked", "bucket", "region"}
 LAYERS["engine_cache"] = {"errors", "jobs", "options", "engines", "artifacts", "target"}
 LAYERS["compilation"] = {
@@ -81,7 +84,7 @@ LAYERS["compilation"] = {
     "errors",
 }
 LAYERS["assembly"] = {"compilation", "jobs", "options", "engines", "stage", "choice", "artifacts", "__init__"}
-LAYERS["assembly"] |= {"flops", "bucket", "program", "region"}
+LAYERS["assembly"] |= {"flops", "ladder", "bucket", "program", "region"}
 LAYERS["build"] = LAYERS["assembly"] | LAYERS["compilation"] | {"assembly", "few_rows", "loading", "runtime", "parity"}
 LAYERS["build"] |= {"engines", "toolchain", "noise", "recording", "step_times", "verify"}
 LAYERS["models"] = {"assembly", "build", "engine_cache", "adapters", "artifacts", "checkpoint", "golden", "program"}
@@ -93,7 +96,7 @@ LAYERS["triton_model"] = {"__init__", "errors"}
 LAYERS["bundle"] = {"artifacts", "engines", "region", "program", "guidance", "errors"}
 LAYERS["sampling"] = LAYERS["build"] | {"build", "models"}
 LAYERS["console"] = {"options", "errors"}
-LAYERS["inspection"] = {"toolchain", "console", "engine_cache", "engines", "artifacts", "target", "errors"}
+LAYERS["inspection"] = {"toolchain", "console", "engine_cache", "engines", "artifacts", "target", "bucket", "errors"}
 LAYERS["cli"] = set(LAYERS)
 LAYERS["__main__"] = {"cli"}
 

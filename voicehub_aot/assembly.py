@@ -15,11 +15,12 @@ import voicehub_aot
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Checkpoint, EngineEntry, Manifest, StageReport, made_for
-from voicehub_aot.bucket import Buckets
+from voicehub_aot.bucket import Buckets, Ladder
 from voicehub_aot.choice import Choice, label
 from voicehub_aot.compilation import Compiled, install
 from voicehub_aot.flops import matrix_flops
 from voicehub_aot.jobs import example_sizes
+from voicehub_aot.ladder import choose_ladder
 from voicehub_aot.options import Options
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, Region
@@ -93,6 +94,7 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
         versions=versions(entries),
         region=parts.model.region.spec,
         buckets=options.buckets,
+        ladder=_ladder(parts, entries),
         shapes=options.shapes,
         weights_mode="shared" if all(reads) else options.weights,
         engines=tuple(entries),
@@ -103,6 +105,15 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
     )
     store.write_manifest(folder, manifest)
     return manifest.signed()
+
+
+def _ladder(parts: Parts, entries: Sequence[EngineEntry]) -> Ladder:
+    """Where one engine serves every size, as many rungs as the kernels it keeps allow; else none."""
+    options = parts.options
+    kept = max(engines.kernel_bytes(e.engine, options.weights) for e in entries)
+    if options.shapes == "static":
+        return Ladder()
+    return choose_ladder(parts.staged, options.buckets, parts.symbols, kept)
 
 
 def sign_again(folder: Path, manifest: Manifest) -> Manifest:

@@ -20,11 +20,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from voicehub_aot.errors import NoBucketFits, UsageError
-from voicehub_aot.region import RegionSpec
+from voicehub_aot.region import Dim, RegionSpec
 
 BATCH = "batch"
 SIZE = re.compile(r"[1-9][0-9]{0,8}")
 LONGEST = 10**9
+LEAST_STEP = 8  # of a ladder beyond its rungs
 LARGEST_WEIGHT = 1e15  # the padded work of any histogram stays a finite float64
 SYNTAX = "wanted sizes as in 64,128,256, or axis=sizes as in frames=64,128 batch=1,2"
 HISTOGRAM = 'wanted a JSON list of lengths as in [120, 95, 120], or of their counts as in {"120": 2, "95": 1}'
@@ -74,6 +75,54 @@ class Buckets(BaseModel):
         promised = [axis for axis in axes if axis in self.axes]
         product = itertools.product(*(self.axes[axis] for axis in promised))
         return [dict(zip(promised, sizes, strict=True)) for sizes in product]
+
+
+class Ladder(BaseModel):
+    """Sizes that requests are padded to where an engine keeps memory for every size it has seen.
+
+    axes: rungs by dimension, ascending, the promised buckets among them; a dimension that is absent runs at its own
+    sizes. Beyond the last rung (at once, if there is none) the ladder goes on in steps of LEAST_STEP, or a quarter of
+    the power of two below where that is more: then at most a quarter of the size is padding.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    axes: dict[str, tuple[Annotated[int, Field(strict=True, ge=1)], ...]] = {}
+
+    @field_validator("axes")
+    @classmethod
+    def _ascending(cls, axes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        for axis, rungs in axes.items():
+            if list(rungs) != sorted(set(rungs)):
+                raise ValueError(f"rungs of {axis!r} must be strictly ascending, got {rungs!r}")
+        return axes
+
+    def fit(self, dim: Dim, size: int) -> int:
+        """The size that `size` of this dimension, within its limits, runs at; its least size is never padded."""
+        if dim.name not in self.axes or size == dim.min:
+            return size
+        rungs = self.axes[dim.name]
+        position = bisect_left(rungs, size)
+        if position < len(rungs):
+            return min(rungs[position], dim.max)
+        step = max(LEAST_STEP, (1 << ((size - 1).bit_length() - 1)) // 4)
+        return min(-(-size // step) * step, dim.max)
+
+
+def rungs_between(buckets: Sequence[int], count: int) -> tuple[int, ...]:
+    """`count` sizes, `buckets` (ascending) among them, with the widest step between two as small as can be.
+
+    Fewer if that is every size, more if there are more buckets.
+    """
+    gaps = list(itertools.pairwise((0, *buckets)))
+    parts = [1] * len(gaps)
+    while sum(parts) < count:
+        steps = [(high - low) / n for (low, high), n in zip(gaps, parts, strict=True)]
+        if max(steps, default=1) <= 1:
+            break
+        parts[steps.index(max(steps))] += 1
+    return tuple(
+        low - (low - high) * part // n for (low, high), n in zip(gaps, parts, strict=True) for part in range(1, n + 1)
+    )
 
 
 def _parse_sizes(text: str, given: str) -> tuple[int, ...]:

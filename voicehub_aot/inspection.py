@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections.abc import Mapping
 from importlib import metadata
@@ -12,6 +13,7 @@ import torch
 
 from voicehub_aot import console, engines, toolchain
 from voicehub_aot.artifacts.manifest import Manifest
+from voicehub_aot.bucket import Ladder, waste
 from voicehub_aot.engine_cache import cache_dir
 from voicehub_aot.errors import AotError, UsageError
 from voicehub_aot.target import default_target, host_features, parse_target, usable_threads
@@ -32,6 +34,7 @@ def summary(path: Path, manifest: Manifest) -> dict[str, Any]:
         "weights_mode": manifest.weights_mode,
         "shapes": manifest.shapes,
         "buckets": {axis: list(sizes) for axis, sizes in manifest.buckets.axes.items()},
+        "ladder": _ladder(manifest.ladder),
         "programs": list(manifest.programs),
         "guidance": spec.guidance.model_dump() if spec.guidance else None,
         "inputs": [
@@ -57,6 +60,25 @@ def summary(path: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def _ladder(ladder: Ladder) -> dict[str, dict[str, Any]]:
+    """Rungs by axis, the most positions they add, and the padding expected when every length up to the last is as
+    likely; both None where no bucket was promised."""
+    found = {}
+    for axis, rungs in ladder.axes.items():
+        most = max((high - low - 1 for low, high in itertools.pairwise((0, *rungs))), default=None)
+        expected = waste(dict.fromkeys(range(1, rungs[-1] + 1), 1), rungs) if rungs else None
+        found[axis] = {"rungs": list(rungs), "most": most, "expected_waste": expected}
+    return found
+
+
+def _rungs(axis: str, value: Mapping[str, Any]) -> str:
+    beyond = "then steps of at most a quarter"
+    if not value["rungs"]:
+        return f"{axis}: steps of 8, {beyond}"
+    rungs = ",".join(map(str, value["rungs"]))
+    return f"{axis}={rungs}, {beyond}; adds at most {value['most']}, {value['expected_waste']:.1%} expected"
+
+
 def _guidance(value: Mapping[str, Any] | None) -> str:
     if value is None:
         return "none"
@@ -72,6 +94,9 @@ def show(value: Mapping[str, Any]) -> None:
         "target": value["target"],
         "weights": f"{value['weights_mode']}, {value['shapes']} shapes",
         "buckets": " ".join(f"{a}={','.join(map(str, s))}" for a, s in value["buckets"].items()) or "none promised",
+        "runs at": "\n".join(_rungs(axis, item) for axis, item in value["ladder"].items()) or "the sizes asked for"
+        if value["shapes"] == "dynamic"
+        else "the buckets",
         "programs": ", ".join(value["programs"]),
         "guidance": _guidance(value["guidance"]),
         "size": megabytes(value["bytes"]),

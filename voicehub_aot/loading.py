@@ -28,6 +28,7 @@ from voicehub_aot.errors import (
     TargetMismatch,
     VersionUnsupported,
 )
+from voicehub_aot.heap import HeapTrim
 from voicehub_aot.runtime import Overflow, Runtime
 from voicehub_aot.staged import StagedEvaluator
 from voicehub_aot.target import check_target, torch_minor, usable_threads
@@ -120,13 +121,16 @@ def _open_runtime(
     tensors = store.map_tensors(root / store.WEIGHTS)
     prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency, threads)) for entry in entries]
     tables = {name: store.time_table(program, manifest, tensors) for name, program in programs.items()}
-    evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch)
+    keeps = any(engines.kernel_bytes(e.engine, manifest.weights_mode) for e in entries)
+    heap = HeapTrim() if keeps else None
+    evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch, heap)
     return Runtime(
         manifest.region,
         evaluator,
         programs,
         manifest.buckets,
         shapes=manifest.shapes,
+        ladder=manifest.ladder if keeps else None,
         overflow=overflow,
         concurrency=concurrency,
         name=manifest.model,

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from voicehub_aot.artifacts.manifest import Manifest
-from voicehub_aot.bucket import Buckets
+from voicehub_aot.bucket import Buckets, Ladder
 from voicehub_aot.denoiser import Denoiser
 from voicehub_aot.errors import InputMismatch, NoBucketFits, OptionUnsupported, ProgramNotBuilt, UsageError
 from voicehub_aot.forks import Turns
@@ -47,6 +47,7 @@ class Runtime:
         buckets: Buckets,
         *,
         shapes: Literal["dynamic", "static"] = "dynamic",
+        ladder: Ladder | None = None,
         overflow: Overflow = "error",
         concurrency: int = 1,
         name: str = "model",
@@ -60,7 +61,7 @@ class Runtime:
             raise OptionUnsupported(f"{name}: overflow='run' needs a dynamic engine; this artifact has static buckets")
         self.spec, self.evaluator, self.programs = spec, evaluator, dict(programs)
         self.buckets, self.shapes, self.overflow, self.name = buckets, shapes, overflow, name
-        self.manifest = manifest
+        self.manifest, self.ladder = manifest, ladder or Ladder()
         self.overflowed = 0  # requests over the largest promised bucket that ran all the same
         self._reader = RequestReader(spec, name)
         self._reopen = reopen
@@ -415,7 +416,10 @@ class Runtime:
         return numbers
 
     def _fit(self, given: Mapping[str, int]) -> dict[str, int]:
-        """Padded sizes: the bucket's for static engines, the request's own for a dynamic one. Checks the promise."""
+        """Padded sizes: the bucket's for static engines, the ladder's or the request's own for a dynamic one.
+
+        Checks the promise.
+        """
         sizes = {}
         for axis in self.buckets.axes:
             size = given[BATCH if axis == "batch" else axis]
@@ -431,4 +435,5 @@ class Runtime:
         for dim in self.spec.dims:
             if not dim.min <= given[dim.name] <= dim.max:
                 raise NoBucketFits(f"{self.name}: {dim.name}={given[dim.name]}, wanted {dim.min} to {dim.max}")
+            sizes.setdefault(dim.name, self.ladder.fit(dim, given[dim.name]))
         return sizes

@@ -13,6 +13,7 @@ from voicehub_aot.artifacts.watch import Watch
 from voicehub_aot.bucket import Buckets
 from voicehub_aot.engines import StageEngine
 from voicehub_aot.errors import EngineUnavailable
+from voicehub_aot.heap import HeapTrim
 from voicehub_aot.program import Program
 from voicehub_aot.region import BATCH, RegionSpec, TensorSpec, row_blocks
 
@@ -50,6 +51,7 @@ class StagedEvaluator:
 
     tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes, and
     serves them when it was chosen for the promised bucket they fall into. watch: over the files that are read in place.
+    heap: for engines that keep kernels for every size they have seen.
     """
 
     spec: RegionSpec
@@ -58,12 +60,15 @@ class StagedEvaluator:
     step_engines: Sequence[tuple[EngineEntry, StageEngine]]
     tables: Mapping[str, Mapping[str, torch.Tensor]]
     watch: Watch | None = None
+    heap: HeapTrim | None = None
     any_time: bool = False
     dtype: torch.dtype = torch.float32
 
     def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> StagedPrepared:
         if self.watch is not None:
             self.watch.check()
+        if self.heap is not None:
+            self.heap.before(sizes)
         entry, engine = self.prepare_engine
         table = self.tables[program.name]
         values = {**inputs, **table}

@@ -96,7 +96,8 @@ class Engine(Protocol):
     FUSES: linears of few rows come to it as reductions (`few_rows`), which it fuses.
     NATIVE: its code is bound to an instruction set and to torch's minor version. STATIC: it may be compiled for fixed
     sizes; otherwise its one engine serves every bucket. FORMAT: of its compiled stages; engines that share one find
-    each other's in the cache where their settings agree.
+    each other's in the cache where their settings agree. KERNEL_BYTES: what the process keeps for each packed matrix
+    product at each new number of rows, until it ends; 0 = nothing. It decides how finely a ladder is divided.
     """
 
     NAME: str
@@ -104,6 +105,7 @@ class Engine(Protocol):
     NATIVE: bool
     STATIC: bool
     FORMAT: str
+    KERNEL_BYTES: int
 
     def check(self) -> None:
         """Raises EngineUnavailable or MissingDependency if this machine cannot build or run it."""
@@ -138,6 +140,12 @@ def get(name: str) -> Engine:
     if name not in ENGINES:
         raise EngineUnavailable(f"engine {name!r} is not known; known are {', '.join(ENGINES)}")
     return cast(Engine, import_module(f"voicehub_aot.engines.{name}"))
+
+
+def kernel_bytes(name: str, weights: Weights) -> int:
+    """What the engine keeps for each product and new number of rows; nothing unless it holds packed weights."""
+    engine = get(name)
+    return 0 if engine.reads_weight_file(weights) else engine.KERNEL_BYTES
 
 
 def code_digest(*files: str) -> str:

@@ -1,4 +1,4 @@
-"""This process's mappings of a file, and how to give back what an engine no longer reads there."""
+"""Giving memory back: mappings of a file that an engine no longer reads, and the heap's free pages."""
 
 from __future__ import annotations
 

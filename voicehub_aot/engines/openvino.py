@@ -20,6 +20,7 @@ FUSES = False
 NATIVE = False
 STATIC = False
 FORMAT = _onnx.FORMAT
+KERNEL_BYTES = 0
 
 reads_weight_file = _onnx.reads_weight_file
 settings = _onnx.settings

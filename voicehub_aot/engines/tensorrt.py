@@ -49,6 +49,7 @@ FUSES = False
 NATIVE = False  # bound to a GPU generation and a TensorRT version, which the plan's own key says
 STATIC = False
 FORMAT = NAME
+KERNEL_BYTES = 0
 
 DATA_TYPES = {torch.float32: "FLOAT", torch.int64: "INT64", torch.bool: "BOOL"}  # tensorrt.DataType
 
