@@ -39,8 +39,8 @@ test-isa: venv
 
 # Of these, the ones whose results depend on rounding most, under the setting that differs most.
 test-rounding: venv
-	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(TEST) tests/test_parity.py tests/test_gate.py tests/test_build.py \
-		tests/test_auto.py tests/engines
+	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(TEST) tests/proof tests/compiler/test_build.py tests/compiler/test_auto.py \
+		tests/engines
 
 lint: venv build/links
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
-"""One file a model. Adding a file here adds a model: the folder is listed, nothing is registered.
+"""One folder a model. Adding a folder here adds a model: the folders are listed, nothing is registered.
 
-An adapter is a module with the names of the `Adapter` protocol below. It imports `region`, `schedule`, `program`,
+An adapter is a package with the names of the `Adapter` protocol below; its `cases` module has those of `Cases`. It
+imports `region`, `schedule`, `program`,
 `guidance`, `traits`, `checkpoint` and `kernels`, never an engine. Adapters outside this package are found through the
 entry-point group `voicehub_aot.adapters`.
 """
@@ -17,18 +18,18 @@ from typing import Any, Protocol
 
 import torch
 
-from voicehub_aot.checkpoint import Reading
 from voicehub_aot.errors import ContradictoryTraits, UnknownModel
-from voicehub_aot.golden import Case
-from voicehub_aot.program import Program
-from voicehub_aot.region import Region
-from voicehub_aot.traits import Traits
+from voicehub_aot.spec.checkpoint import Reading
+from voicehub_aot.spec.golden import Case
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.traits import Traits
 
 ENTRY_POINTS = "voicehub_aot.adapters"
 
 
 class Sampler(Protocol):
-    """What an adapter's `replay` drives; `voicehub_aot.runtime.Runtime` is one. Shapes as the region declares them."""
+    """What `Cases.replay` drives; a `Runtime` is one. Shapes as the region declares them."""
 
     def evaluate(
         self,
@@ -67,9 +68,8 @@ class Adapter(Protocol):
     defaults; those that are hyperparameters too are taken from the config. HUB_FILES: file patterns of each config in
     its hub repository. TRAITS: what the model supports, whether or not it is built here.
 
-    Names an adapter may leave out: CONFIG_STEPS, step counts by config where they differ from DEFAULT_STEPS;
-    RELEASED_DTYPE, of the checkpoints, which synthetic ones then have too (default float32); case_config(case), the
-    config of a recorded case that leaves sizes to its tensors.
+    An adapter may leave out the names in OPTIONAL, which has their defaults. CONFIG_STEPS: step counts by config where
+    they differ from DEFAULT_STEPS. RELEASED_DTYPE: dtype of the released checkpoints, which synthetic ones then have.
     """
 
     NAME: str
@@ -106,8 +106,18 @@ class Adapter(Protocol):
     def program(self, steps: int, **options: Any) -> Program:
         """The model's sampling loop. OptionUnsupported for an option or a value that it does not know."""
 
+
+OPTIONAL: Mapping[str, Any] = {"CONFIG_STEPS": {}, "RELEASED_DTYPE": torch.float32}
+
+
+class Cases(Protocol):
+    """Runs recorded reference cases of one model. `case_config` may be left out where `config_from` does."""
+
+    def case_config(self, case: Case) -> Any:
+        """The config of a case that leaves sizes to its tensors."""
+
     def case_program(self, case: Case) -> Program:
-        """The program a recorded sampler case ran; for a case of single evaluations, `probe` of their times."""
+        """The program a sampler case ran; for a case of single evaluations, `probe` of their times."""
 
     def replay(self, case: Case, sampler: Sampler) -> dict[str, torch.Tensor]:
         """All that cases of this kind (region or sampler) may record, computed by `sampler`."""
@@ -141,10 +151,27 @@ def load(name: str) -> Adapter:
     return adapter
 
 
+def optional(adapter: Adapter, name: str) -> Any:
+    """What an adapter says under a name of OPTIONAL, or the default."""
+    return getattr(adapter, name, OPTIONAL[name])
+
+
+def cases(name: str) -> Cases:
+    """What runs recorded reference cases of the adapter `name`. Production never imports it."""
+    own: Cases = importlib.import_module(f"{_modules()[load(name).NAME]}.cases")
+    return own
+
+
+def case_config(case: Case) -> Any:
+    """The config of a recorded case."""
+    own = cases(case.model)
+    return own.case_config(case) if hasattr(own, "case_config") else load(case.model).config_from(case.config)
+
+
 def inventory() -> dict[str, Traits]:
     """What each model supports, by name. Imports every adapter; ContradictoryTraits if one declares nothing."""
     declared = {name: getattr(load(name), "TRAITS", None) for name in names()}
     silent = [f"{name} ({_modules()[name]})" for name, traits in declared.items() if not isinstance(traits, Traits)]
     if silent:
-        raise ContradictoryTraits(f"{', '.join(silent)}: wanted TRAITS = Traits(...), of voicehub_aot.traits")
+        raise ContradictoryTraits(f"{', '.join(silent)}: wanted TRAITS = Traits(...), of voicehub_aot.spec.traits")
     return {name: traits for name, traits in declared.items() if traits is not None}

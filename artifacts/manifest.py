@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from voicehub_aot.artifacts.relations import check_path, problems
-from voicehub_aot.bucket import Buckets, Ladder
-from voicehub_aot.region import Name, RegionSpec, Size, TensorSpec
-from voicehub_aot.target import Target
+from voicehub_aot.spec.bucket import Buckets, Ladder
+from voicehub_aot.spec.region import Name, RegionSpec, Size, TensorSpec
+from voicehub_aot.spec.target import Target
 
 SCHEMA_VERSION = 1
 InsidePath = Annotated[str, AfterValidator(check_path)]  # of a file or folder of the artifact

@@ -11,9 +11,9 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from voicehub_aot.bucket import BATCH as BATCH_AXIS, check_buckets
 from voicehub_aot.errors import UsageError
-from voicehub_aot.region import BATCH, EVALUATIONS, RegionSpec, TensorSpec
+from voicehub_aot.spec.bucket import BATCH as BATCH_AXIS, check_buckets
+from voicehub_aot.spec.region import BATCH, EVALUATIONS, RegionSpec, TensorSpec
 
 if TYPE_CHECKING:
     from voicehub_aot.artifacts.manifest import EngineEntry, Manifest, StageReport

@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 
 from voicehub_aot.artifacts import relations
 from voicehub_aot.artifacts.manifest import SCHEMA_VERSION, EngineEntry, FileEntry, Manifest, digest_of, made_for
+from voicehub_aot.artifacts.reading import parse_json, read_bytes, reason
 from voicehub_aot.errors import ArtifactCorrupt, UsageError, VersionUnsupported
-from voicehub_aot.program import Program
-from voicehub_aot.reading import parse_json, read_bytes, reason
-from voicehub_aot.region import DTYPES, RegionSpec, TensorSpec
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.region import DTYPES, RegionSpec, TensorSpec
 
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAMS = relations.WEIGHTS, relations.PROGRAMS

@@ -65,9 +65,9 @@ def on_engine(name: str, rows: int, lengths: list[int], width: int, dilation: in
 
     from voicehub_aot import engines
     from voicehub_aot.artifacts import store
+    from voicehub_aot.compiler.export import export_program
     from voicehub_aot.engines import WEIGHTS, Source, StageCode, _onnx
-    from voicehub_aot.export import export_program
-    from voicehub_aot.region import TensorSpec
+    from voicehub_aot.spec.region import TensorSpec
 
     inputs = (
         TensorSpec(name="x", shape=("B", "frames", width), dtype="float32"),

@@ -26,20 +26,22 @@ import planted  # noqa: E402
 import torch  # noqa: E402
 import toy  # noqa: E402
 
-from voicehub_aot import adapters, models, parity  # noqa: E402
+from voicehub_aot import adapters  # noqa: E402
 from voicehub_aot.artifacts.report import Row  # noqa: E402
-from voicehub_aot.assembly import time_table  # noqa: E402
-from voicehub_aot.bucket import Buckets  # noqa: E402
-from voicehub_aot.build import eager_runtime  # noqa: E402
-from voicehub_aot.export import export_region  # noqa: E402
-from voicehub_aot.program import Program  # noqa: E402
-from voicehub_aot.recording import Recording, load_recording, save_recording  # noqa: E402
-from voicehub_aot.region import Region  # noqa: E402
-from voicehub_aot.runtime import Runtime  # noqa: E402
-from voicehub_aot.schedule import linear  # noqa: E402
-from voicehub_aot.solver import euler, midpoint  # noqa: E402
-from voicehub_aot.stage import split  # noqa: E402
-from voicehub_aot.staged import StagedEvaluator  # noqa: E402
+from voicehub_aot.compiler import models  # noqa: E402
+from voicehub_aot.compiler.assemble import time_table  # noqa: E402
+from voicehub_aot.compiler.build import eager_runtime  # noqa: E402
+from voicehub_aot.compiler.export import export_region  # noqa: E402
+from voicehub_aot.compiler.split import split  # noqa: E402
+from voicehub_aot.proof import parity  # noqa: E402
+from voicehub_aot.proof.cases import Recording, load_recording, save_recording  # noqa: E402
+from voicehub_aot.runtime.evaluator import StagedEvaluator  # noqa: E402
+from voicehub_aot.runtime.runtime import Runtime  # noqa: E402
+from voicehub_aot.spec.bucket import Buckets  # noqa: E402
+from voicehub_aot.spec.program import Program  # noqa: E402
+from voicehub_aot.spec.region import Region  # noqa: E402
+from voicehub_aot.spec.schedule import linear  # noqa: E402
+from voicehub_aot.spec.solver import euler, midpoint  # noqa: E402
 
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},

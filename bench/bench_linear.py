@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from timing import environment, interleaved, report
 
 from voicehub_aot.kernels import linear
-from voicehub_aot.target import usable_threads
+from voicehub_aot.spec.target import usable_threads
 
 WEIGHTS = 8
 

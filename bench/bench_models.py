@@ -34,11 +34,11 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from voicehub_aot.artifacts.manifest import Manifest
-    from voicehub_aot.assembly import Model
-    from voicehub_aot.guidance import Guidance
-    from voicehub_aot.program import Program
-    from voicehub_aot.region import Region
-    from voicehub_aot.runtime import Runtime
+    from voicehub_aot.compiler.assemble import Model
+    from voicehub_aot.runtime.runtime import Runtime
+    from voicehub_aot.spec.guidance import Guidance
+    from voicehub_aot.spec.program import Program
+    from voicehub_aot.spec.region import Region
 
 EAGER, OURS = "eager", "ours"
 TOLERANCE = 1e-3  # relative, of the final state: rounding grows over the steps
@@ -104,8 +104,8 @@ _STAGED: dict[int, Any] = {}
 
 def _staged_without_time(region: Region) -> Any:
     """The region split as if times came with the state."""
-    from voicehub_aot.export import export_region
-    from voicehub_aot.stage import split
+    from voicehub_aot.compiler.export import export_region
+    from voicehub_aot.compiler.split import split
 
     if id(region) not in _STAGED:
         graph, symbols = export_region(region)
@@ -132,7 +132,7 @@ class CachedPrepared:
         return {}
 
     def blocks(self, wanted: Sequence[int], rows: int) -> CachedPrepared:
-        from voicehub_aot.region import BATCH, row_blocks
+        from voicehub_aot.spec.region import BATCH, row_blocks
 
         stage, values = self.eager.staged.step, dict(self.values)
         kept = row_blocks(wanted, rows)
@@ -143,9 +143,9 @@ class CachedPrepared:
 
 
 def eager_runtime(model: Model, program: Program, caches: bool) -> Runtime:
-    from voicehub_aot import build
-    from voicehub_aot.bucket import Buckets
-    from voicehub_aot.runtime import Runtime
+    from voicehub_aot.compiler import build
+    from voicehub_aot.runtime.runtime import Runtime
+    from voicehub_aot.spec.bucket import Buckets
 
     if not caches:
         return build.eager_runtime(model.region, [program], model.name)
@@ -161,8 +161,9 @@ CHOICES = ("engine", "weights_mode", "target")  # of `voicehub-aot build`, for a
 
 def build_artifact(model: Model, job: Job, folder: Path, choices: Mapping[str, str | None]) -> tuple[Path, Manifest]:
     """With the model's own defaults where nothing else is chosen, parity off."""
-    from voicehub_aot import build, settings
-    from voicehub_aot.console import ConsoleProgress
+    from voicehub_aot.cli import settings
+    from voicehub_aot.cli.console import ConsoleProgress
+    from voicehub_aot.compiler import build
 
     main = model.region.spec.main
     sizes = [f"{main.name}={','.join(map(str, job.lengths))}"] if main and job.lengths else []
@@ -196,7 +197,7 @@ class Measured:
 
 def rows_run(program: Program, guidance: Guidance | None) -> int:
     """Row blocks of the program's first evaluation with the model's own guidance scales."""
-    from voicehub_aot.program import Evaluate
+    from voicehub_aot.spec.program import Evaluate
 
     if guidance is None:
         return 1
@@ -328,7 +329,7 @@ def jobs_named(options: argparse.Namespace) -> dict[str, Job]:
 
 
 def artifacts_folder(options: argparse.Namespace) -> Path:
-    from voicehub_aot.engine_cache import cache_dir
+    from voicehub_aot.compiler.cache import cache_dir
 
     folder: Path = options.folder or cache_dir() / "bench"
     folder.mkdir(parents=True, exist_ok=True)
@@ -343,7 +344,7 @@ def main() -> int:
     arguments.add_argument("--gate", action="store_true", help="exit with 6 if a target is missed")
     options = arguments.parse_args()
     jobs = jobs_named(options)
-    from voicehub_aot import models
+    from voicehub_aot.compiler import models
 
     threads, folder = use_threads(options.threads), artifacts_folder(options)
     print(environment())

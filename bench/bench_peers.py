@@ -30,7 +30,7 @@ from subject import Subject, build_artifact, resolve, sweep_parser, use_threads
 from timing import append_json, command, environment, print_table, versions
 
 if TYPE_CHECKING:
-    from voicehub_aot.runtime import Runtime
+    from voicehub_aot.runtime.runtime import Runtime
 
 ENGINES = {f"ours:{name}": name for name in ("aoti", "onnxruntime", "openvino")}
 AUTO = "auto"

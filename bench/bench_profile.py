@@ -25,11 +25,11 @@ from subject import draw, open_artifact, use_threads
 from timing import Times, append_json, command, environment, interleaved, note, print_table
 from torch import Tensor
 
-from voicehub_aot.flops import MATRIX_OPERATIONS
+from voicehub_aot.compiler.flops import MATRIX_OPERATIONS
 
 if TYPE_CHECKING:
-    from voicehub_aot.assembly import Model
-    from voicehub_aot.runtime import Runtime
+    from voicehub_aot.compiler.assemble import Model
+    from voicehub_aot.runtime.runtime import Runtime
 
 aten = torch.ops.aten
 KINDS = {  # of MATRIX_OPERATIONS; every other one is a "product"
@@ -98,8 +98,8 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, copies: int) -
 
 def operators(model: Model, sizes: Mapping[str, int]) -> list[Operator]:
     """The step's matrix operations on random inputs of these sizes."""
-    from voicehub_aot.export import example_inputs, export_region
-    from voicehub_aot.stage import split
+    from voicehub_aot.compiler.export import example_inputs, export_region
+    from voicehub_aot.compiler.split import split
 
     graph, symbols = export_region(model.region)
     staged = split(graph, model.region.spec, symbols)
@@ -170,7 +170,7 @@ def profile(model: Model, runtime: Runtime, job: Job, length: int, rounds: int, 
 def main() -> int:
     options = models_parser(__doc__, rounds="of the step and of every operator", everything=False).parse_args()
     jobs = jobs_named(options)
-    from voicehub_aot import models
+    from voicehub_aot.compiler import models
 
     threads, folder = use_threads(options.threads), artifacts_folder(options)
     print(environment())

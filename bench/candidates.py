@@ -27,7 +27,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
-    from voicehub_aot.runtime import Runtime
+    from voicehub_aot.runtime.runtime import Runtime
 
 EAGER, COMPILED, ONNX, OPENVINO = "eager", "torch.compile", "onnxruntime", "openvino"
 PEERS = (EAGER, COMPILED, ONNX, OPENVINO)
@@ -221,7 +221,7 @@ def candidates_at(line: LineUp, frames: int, folder: Path) -> tuple[dict[str, Ca
 
     folder: for files that they map.
     """
-    from voicehub_aot.build import eager_runtime
+    from voicehub_aot.compiler.build import eager_runtime
 
     subject = line.subject
     row = len(subject.programs[0].times) // 2

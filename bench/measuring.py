@@ -58,10 +58,10 @@ def sizes_at(subject: Subject, frames: int) -> dict[str, int]:
 
 def step_flops(subject: Subject, lengths: Sequence[int]) -> dict[int, int]:
     """Matrix operations of our step for one request with all its guidance branches, by frames."""
-    from voicehub_aot.export import export_region
-    from voicehub_aot.flops import matrix_flops
-    from voicehub_aot.region import BATCH
-    from voicehub_aot.stage import split
+    from voicehub_aot.compiler.export import export_region
+    from voicehub_aot.compiler.flops import matrix_flops
+    from voicehub_aot.compiler.split import split
+    from voicehub_aot.spec.region import BATCH
 
     note("counting the step's matrix operations")
     graph, symbols = export_region(subject.model.region)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from voicehub_aot.artifacts.manifest import Manifest
-    from voicehub_aot.assembly import Model
-    from voicehub_aot.program import Program
-    from voicehub_aot.region import RegionSpec
-    from voicehub_aot.runtime import Runtime
+    from voicehub_aot.compiler.assemble import Model
+    from voicehub_aot.runtime.runtime import Runtime
+    from voicehub_aot.spec.program import Program
+    from voicehub_aot.spec.region import RegionSpec
 
 DEFAULT_LENGTHS = {"f5tts": (128, 512), "supertonic": (64, 128, 250)}
 DEFAULT_STEPS = {"f5tts": 7, "supertonic": 8}
@@ -54,7 +54,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def use_threads(wanted: int | None) -> int:
     """For torch, hence for every candidate; returns the count."""
-    from voicehub_aot.target import usable_threads
+    from voicehub_aot.spec.target import usable_threads
 
     torch.set_num_threads(wanted or usable_threads())
     return torch.get_num_threads()
@@ -109,7 +109,8 @@ def resolve(name: str, config: str | None, steps: Sequence[int] = ()) -> Subject
     """Synthetic weights of a released size. steps: step counts to build beside the adapter's own."""
     import reference
 
-    from voicehub_aot import adapters, models
+    from voicehub_aot import adapters
+    from voicehub_aot.compiler import models
     from voicehub_aot.errors import UsageError
 
     adapter = adapters.load(name)
@@ -123,7 +124,7 @@ def resolve(name: str, config: str | None, steps: Sequence[int] = ()) -> Subject
 def draw(spec: RegionSpec, frames: int, characters: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     """A random request of one row and full length: its noise, and its conditioning by name."""
     generator = torch.Generator().manual_seed(seed)
-    from voicehub_aot.region import example_mask
+    from voicehub_aot.spec.region import example_mask
 
     sizes = {"B": 1, **{d.name: min(d.max, characters) for d in spec.dims}}
     if spec.main is not None:
@@ -161,12 +162,12 @@ def build_artifact(
     """
     from timing import note
 
-    from voicehub_aot import build
-    from voicehub_aot.bucket import Buckets
-    from voicehub_aot.console import ConsoleProgress
-    from voicehub_aot.engine_cache import cache_dir
-    from voicehub_aot.options import Options
-    from voicehub_aot.target import default_target, parse_target
+    from voicehub_aot.cli.console import ConsoleProgress
+    from voicehub_aot.compiler import build
+    from voicehub_aot.compiler.cache import cache_dir
+    from voicehub_aot.compiler.options import Options
+    from voicehub_aot.spec.bucket import Buckets
+    from voicehub_aot.spec.target import default_target, parse_target
 
     kind = [mode, *(engines if engines != ("aoti",) else ()), *(["auto"] if auto else [])]
     name = "-".join([subject.model.name, subject.model.config_name, *kind])

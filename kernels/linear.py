@@ -4,7 +4,7 @@ A matrix library is made for many rows: it packs weights into panels, and comput
 over each weight row instead, which a compiler fuses with what stands around it, and which may read weights as narrow as
 they were released and widen them on the way: half the bytes of bfloat16, and the same float32 arithmetic.
 
-The rule by which a linear is left to the matrix library or fused is `few`; voicehub_aot/few_rows.py applies it
+The rule by which a linear is left to the matrix library or fused is `few`; voicehub_aot/compiler/fuse.py applies it
 before a stage is compiled.
 """
 

@@ -1,4 +1,4 @@
-"""Artifacts changed at random, opened, and asked for a short request: what tests/test_fuzz.py runs in a child process.
+"""Artifacts changed at random, opened, and asked for a short request: what tests/artifacts/test_hostile.py runs in a child process.
 
     python artifact_fuzz.py FIRST LAST SCRATCH ARTIFACT...
 
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from voicehub_aot import inspection
 from voicehub_aot.artifacts import store
+from voicehub_aot.cli import inspection
 from voicehub_aot.errors import AotError, LoadError
-from voicehub_aot.loading import load
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.verify import verify
+from voicehub_aot.proof.verify import verify
+from voicehub_aot.runtime.load import load
+from voicehub_aot.runtime.runtime import Runtime
 
 MANIFEST, ENGINES, PARITY = store.MANIFEST, store.ENGINES, store.PARITY
 CASES, PROGRAMS, WEIGHTS = f"{PARITY}/cases.json", store.PROGRAMS, store.WEIGHTS

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import pytest
 
-from voicehub_aot import adapters, cli, console
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.build import build
-from voicehub_aot.models import resolve
-from voicehub_aot.options import Options
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot import adapters
+from voicehub_aot.cli import commands, console
+from voicehub_aot.compiler.build import build
+from voicehub_aot.compiler.models import resolve
+from voicehub_aot.compiler.options import Options
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.target import default_target, parse_target
 
 CACHE = "VOICEHUB_AOT_CACHE_DIR"
 
@@ -103,7 +104,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         monkeypatch.setattr(sys, "argv", ["voicehub-aot", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            commands.main()
         printed = capsys.readouterr()
         assert "Traceback" not in printed.err
         return Ran(int(left.value.code or 0), printed.out, printed.err)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from voicehub_aot.golden import find_cases
-from voicehub_aot.replay import replay
+from voicehub_aot.compiler.replay import replay
+from voicehub_aot.spec.golden import find_cases
 
 GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).with_name("golden")))
 PATHS = find_cases(GOLDEN)

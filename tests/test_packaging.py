@@ -38,7 +38,7 @@ def wheel(tmp_path_factory):
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "LICENSE", "README.md"):
+    for file in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / file, source)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", output, source, cwd=output)
     (path,) = output.glob("*.whl")
@@ -82,7 +82,7 @@ def test_the_wheel_carries_its_licence_and_entry_point(wheel):
         texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
 
     assert "Apache License" in texts["LICENSE"]
-    assert "voicehub-aot = voicehub_aot.cli:main" in texts["entry_points.txt"]
+    assert "voicehub-aot = voicehub_aot.cli.commands:main" in texts["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in texts["METADATA"]
 
 
@@ -92,7 +92,7 @@ def test_the_installed_command_runs_away_from_the_checkout(installed, tmp_path):
 
     models = run(installed / "voicehub-aot", "models", cwd=tmp_path)
 
-    adapters = [p.stem for p in (ROOT / "adapters").glob("*.py") if not p.stem.startswith("_")]
+    adapters = [p.parent.name for p in (ROOT / "adapters").glob("[!_]*/__init__.py")]
     assert adapters
     assert [name for name in adapters if name not in models] == []
 

@@ -4,7 +4,8 @@ from importlib import metadata
 import pytest
 
 import voicehub_aot
-from voicehub_aot import adapters, errors, loading, runtime
+from voicehub_aot import adapters, errors
+from voicehub_aot.runtime import load, runtime
 
 
 def test_the_package_exports_these_names_and_no_others():
@@ -15,7 +16,7 @@ def test_the_exports_are_the_real_things():
     assert voicehub_aot.AotError is errors.AotError
     assert voicehub_aot.Runtime is runtime.Runtime
     assert voicehub_aot.inventory is adapters.inventory
-    assert voicehub_aot.load is loading.load
+    assert voicehub_aot.load is load.load
 
 
 def test_star_import_gives_every_export():

@@ -12,21 +12,21 @@ from torch import nn
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Checkpoint
-from voicehub_aot.assembly import Model
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.compilation import compile_all, install
-from voicehub_aot.engine_cache import cache_dir
+from voicehub_aot.compiler.assemble import Model
+from voicehub_aot.compiler.cache import cache_dir
+from voicehub_aot.compiler.compile import compile_all, install
+from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.jobs import plan_jobs
+from voicehub_aot.compiler.options import Options, Progress
+from voicehub_aot.compiler.split import split
 from voicehub_aot.engines import WEIGHTS, Source
-from voicehub_aot.export import export_region
-from voicehub_aot.guidance import Branch, Guidance
-from voicehub_aot.jobs import plan_jobs
 from voicehub_aot.kernels.attention import attention, key_bias
-from voicehub_aot.options import Options, Progress
-from voicehub_aot.region import Call, Dim, Input, Parameter, Region, RegionSpec
-from voicehub_aot.schedule import linear
-from voicehub_aot.solver import euler
-from voicehub_aot.stage import split
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.guidance import Branch, Guidance
+from voicehub_aot.spec.region import Call, Dim, Input, Parameter, Region, RegionSpec
+from voicehub_aot.spec.schedule import linear
+from voicehub_aot.spec.solver import euler
+from voicehub_aot.spec.target import default_target, parse_target
 
 CHANNELS, WIDTH, COND = 6, 16, 5
 

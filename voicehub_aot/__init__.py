@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from voicehub_aot.adapters import inventory
     from voicehub_aot.errors import AotError
-    from voicehub_aot.loading import load
-    from voicehub_aot.runtime import Runtime
+    from voicehub_aot.runtime.load import load
+    from voicehub_aot.runtime.runtime import Runtime
 
 __version__ = "0.1.0"
 __all__ = ["AotError", "Runtime", "__version__", "inventory", "load"]
 
 
-_HOMES = {"AotError": "errors", "Runtime": "runtime", "inventory": "adapters", "load": "loading"}
+_HOMES = {"AotError": "errors", "Runtime": "runtime.runtime", "inventory": "adapters", "load": "runtime.load"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,17 +11,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from voicehub_aot.adapters import chatterbox
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.engines.eager import EagerEvaluator
+from voicehub_aot.cli.settings import BuildSettings, options
+from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.models import resolve
+from voicehub_aot.compiler.split import Staged, split
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.export import export_region
-from voicehub_aot.models import resolve
-from voicehub_aot.program import Program
-from voicehub_aot.region import Region
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.settings import BuildSettings, options
-from voicehub_aot.stage import Staged, split
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.runtime.eager import EagerEvaluator
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 PREFIX = "flow.decoder.estimator."
 TINY, MEANFLOW = chatterbox.CONFIGS["tiny"], chatterbox.CONFIGS["tiny-meanflow"]

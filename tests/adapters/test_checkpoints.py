@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from voicehub_aot import adapters
+from voicehub_aot.compiler.models import resolve
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UsageError
-from voicehub_aot.models import resolve
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 MODELS = adapters.names()
 # What is named for tiny weights beside which no sizes are known: nothing, or what the model cannot do without.
@@ -154,7 +154,7 @@ def test_whichever_tensor_is_missing_it_alone_is_named(
     source, wrong = saved(tmp_path, model, {}, ".pt"), []
     for key in weights.keys() - optional:
         rest = {k: t for k, t in weights.items() if k != key}
-        monkeypatch.setattr("voicehub_aot.checkpoint._content", lambda *_, rest=rest: rest)  # a file each is slow
+        monkeypatch.setattr("voicehub_aot.spec.checkpoint._content", lambda *_, rest=rest: rest)  # a file each is slow
         found = refusal(model, source)
         if not (found.startswith("1 missing: ") and found.split(": ", 1)[1].startswith(f"{key}. ")):
             wrong.append(f"{key}: {found[:200]}")

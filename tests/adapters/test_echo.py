@@ -13,16 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from voicehub_aot.adapters import echo
-from voicehub_aot.adapters._echo_net import LatentEncoder
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.engines.eager import EagerEvaluator
+from voicehub_aot.adapters.echo.net import LatentEncoder
+from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.split import split
 from voicehub_aot.errors import CheckpointMismatch, InputMismatch, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.export import export_region
-from voicehub_aot.program import Combine, Evaluate, Program
-from voicehub_aot.region import Region
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.stage import split
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.runtime.eager import EagerEvaluator
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.program import Combine, Evaluate, Program
+from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 TINY = echo.CONFIGS["tiny"]
 FRAMES, BYTES, PATCHES, PREFIX = 13, 9, 5, 4

@@ -13,15 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from voicehub_aot.adapters import f5tts
-from voicehub_aot.adapters._f5_checkpoint import PREFIX
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.engines.eager import EagerEvaluator
+from voicehub_aot.adapters.f5tts import cases
+from voicehub_aot.adapters.f5tts.checkpoint import PREFIX
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.golden import Case, read_case
-from voicehub_aot.program import Program
-from voicehub_aot.region import Region
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.runtime.eager import EagerEvaluator
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.golden import Case, read_case
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).parents[1] / "golden"))
 TINY = f5tts.CONFIGS["tiny"]
@@ -105,7 +106,7 @@ def test_what_a_case_holds_beyond_the_known_is_an_error() -> None:
         {"inputs": {**case.inputs, "no_such": torch.zeros(1)}},
     ):
         with pytest.raises(UsageError, match="no_such"):
-            f5tts.replay(replace(case, **change), runtime)
+            cases.replay(replace(case, **change), runtime)
 
 
 def test_a_loop_case_extends_durations_over_its_text_and_prompt() -> None:
@@ -119,7 +120,7 @@ def test_a_loop_case_extends_durations_over_its_text_and_prompt() -> None:
     }
     case = Case(Path("made"), "f5tts", "sampler", {}, "none", {}, {}, inputs, {"steps": 2}, {}, {})
     with pytest.raises(UsageError, match=r"noise has 12 frames, but durations are \[15\]"):
-        f5tts.replay(case, runtime_of(region_of(TINY), f5tts.case_program(case)))
+        cases.replay(case, runtime_of(region_of(TINY), cases.case_program(case)))
 
 
 # --- padding

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from voicehub_aot.adapters import _rf_sampling as sampling
+from voicehub_aot.adapters._echo_irodoritts import sampling
 
 TIMES = (0.9, 0.6, 0.3, 0.0)
 

@@ -13,19 +13,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from voicehub_aot import models
 from voicehub_aot.adapters import styletts2
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.engines.eager import EagerEvaluator
+from voicehub_aot.adapters.styletts2 import cases
+from voicehub_aot.cli.settings import BuildSettings, options
+from voicehub_aot.compiler import models
+from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.split import split
 from voicehub_aot.errors import CheckpointMismatch, InputMismatch, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.export import export_region
-from voicehub_aot.golden import Case
-from voicehub_aot.program import Evaluate
-from voicehub_aot.region import Region
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.settings import BuildSettings, options
-from voicehub_aot.stage import split
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.runtime.eager import EagerEvaluator
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.golden import Case
+from voicehub_aot.spec.program import Evaluate
+from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 TINY, SINGLE = styletts2.CONFIGS["tiny"], styletts2.CONFIGS["tiny-single"]
 VARIANTS = {"several speakers": TINY, "one speaker": SINGLE}
@@ -416,14 +417,14 @@ def made(**changes: Any) -> Case:
 )
 def test_what_a_case_holds_beyond_the_known_is_an_error(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="no_such"):
-        styletts2.replay(made(**change), runtime_of(TINY))
+        cases.replay(made(**change), runtime_of(TINY))
 
 
 def test_a_recorded_loop_that_clamps_is_refused() -> None:
     inputs = {"noise": torch.zeros(1), "step_noise": torch.zeros(1), "embedding": torch.zeros(1)}
     loop = dict.fromkeys(("sigma_min", "sigma_max", "rho", "adpm2_rho", "embedding_scale"), 1.0) | {"num_steps": 5}
     with pytest.raises(UsageError, match="clamp"):
-        styletts2.case_program(made(kind="sampler", inputs=inputs, scalars=loop | {"clamp": True}))
+        cases.case_program(made(kind="sampler", inputs=inputs, scalars=loop | {"clamp": True}))
 
 
 def test_every_evaluation_of_a_transition_is_guided() -> None:

@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 
 from voicehub_aot import adapters
 from voicehub_aot.adapters import supertonic
-from voicehub_aot.build import eager_runtime
+from voicehub_aot.adapters.supertonic import cases
+from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.golden import Case, read_case
-from voicehub_aot.guidance import EQUATIONS
-from voicehub_aot.region import Region
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.golden import Case, read_case
+from voicehub_aot.spec.guidance import EQUATIONS
+from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).parents[1] / "golden"))
 TINY = ["tiny", "tiny-v2"]
@@ -40,7 +41,7 @@ def case_region(case: Case) -> Region:
 
 
 def case_sampler(case: Case) -> Runtime:
-    return eager_runtime(case_region(case), [supertonic.case_program(case)], case.name)
+    return eager_runtime(case_region(case), [cases.case_program(case)], case.name)
 
 
 @pytest.fixture(scope="module", params=TINY)
@@ -77,7 +78,7 @@ def test_rows_at_different_steps_equal_the_graph(name: str) -> None:
     wanted = session.run(None, {k: v.numpy() for k, v in given.items()})[0]
     moved = dataclasses.replace(case, inputs=given, outputs={"denoised_latent": torch.from_numpy(wanted)})
 
-    outputs = supertonic.replay(moved, case_sampler(case))
+    outputs = cases.replay(moved, case_sampler(case))
 
     torch.testing.assert_close(outputs["denoised_latent"], torch.from_numpy(wanted), atol=5e-5, rtol=2e-4)
 
@@ -89,7 +90,7 @@ def test_replay_refuses_masks_that_are_no_prefix() -> None:
     holed = dataclasses.replace(case, inputs={**case.inputs, "latent_mask": mask})
 
     with pytest.raises(UsageError, match="latent_mask is no prefix mask"):
-        supertonic.replay(holed, case_sampler(case))
+        cases.replay(holed, case_sampler(case))
 
 
 # The region

@@ -15,19 +15,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from voicehub_aot.adapters import vibevoice
-from voicehub_aot.adapters._vibevoice_checkpoint import _sizes
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.engines.eager import EagerEvaluator
+from voicehub_aot.adapters.vibevoice import cases
+from voicehub_aot.adapters.vibevoice.checkpoint import _sizes
+from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.flops import matrix_flops
+from voicehub_aot.compiler.prepare import stacked_prepare
+from voicehub_aot.compiler.split import Staged, split
 from voicehub_aot.errors import CheckpointMismatch, InputMismatch, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.export import export_region
-from voicehub_aot.flops import matrix_flops
-from voicehub_aot.golden import Case
-from voicehub_aot.program import Program
-from voicehub_aot.region import Region
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.stacked import stacked_prepare
-from voicehub_aot.stage import Staged, split
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.runtime.eager import EagerEvaluator
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.golden import Case
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 TINY = vibevoice.CONFIGS["tiny"]
 WEIGHTS = synthetic_weights(vibevoice.checkpoint_shapes(TINY))
@@ -364,7 +365,7 @@ def made(kind: str = "region", **changes: Any) -> Case:
 )
 def test_what_a_case_holds_beyond_the_known_is_an_error(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="no_such"):
-        vibevoice.replay(made(**change), runtime_of())
+        cases.replay(made(**change), runtime_of())
 
 
 @pytest.mark.parametrize(
@@ -373,6 +374,6 @@ def test_what_a_case_holds_beyond_the_known_is_an_error(change: dict[str, Any]) 
 def test_a_recorded_loop_with_other_settings_is_refused(other: dict[str, Any]) -> None:
     inputs = dict.fromkeys(("noise", "condition", "neg_condition"), torch.zeros(1))
     scalars = {"num_inference_steps": 5, "cfg_scale": 1.3}
-    assert vibevoice.case_program(made("sampler", inputs=inputs, scalars=scalars)) == vibevoice.program(5)
+    assert cases.case_program(made("sampler", inputs=inputs, scalars=scalars)) == vibevoice.program(5)
     with pytest.raises(UsageError, match=next(iter(other))):
-        vibevoice.case_program(made("sampler", inputs=inputs, scalars=scalars | other))
+        cases.case_program(made("sampler", inputs=inputs, scalars=scalars | other))

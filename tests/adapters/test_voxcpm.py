@@ -16,18 +16,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from voicehub_aot.adapters import voxcpm
-from voicehub_aot.adapters._voxcpm_checkpoint import OTHER_PARTS, PREFIX
-from voicehub_aot.adapters._voxcpm_dit import Config, rope_rows
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.engines.eager import EagerEvaluator
+from voicehub_aot.adapters.voxcpm import cases
+from voicehub_aot.adapters.voxcpm.checkpoint import OTHER_PARTS, PREFIX
+from voicehub_aot.adapters.voxcpm.net import Config, rope_rows
+from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.split import Staged, split
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.export import export_region
-from voicehub_aot.golden import read_case
-from voicehub_aot.program import Combine, Program
-from voicehub_aot.region import Region
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.stage import Staged, split
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.runtime.eager import EagerEvaluator
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.golden import read_case
+from voicehub_aot.spec.program import Combine, Program
+from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 GOLDEN = Path(os.environ.get("VOICEHUB_AOT_GOLDEN", Path(__file__).parents[1] / "golden")) / "voxcpm"
 TINY, TINY_V1 = voxcpm.CONFIGS["tiny"], voxcpm.CONFIGS["tiny-v1"]
@@ -497,7 +498,7 @@ def test_the_first_projections_and_the_last_layer_cost_the_patch_alone(staged: S
         assert tokens_of(staged, f"decoder.layers.2.{part}.weight") == patch
 
 
-# --- recorded cases: what is not understood is refused (their numbers: tests/test_replay.py)
+# --- recorded cases: what is not understood is refused (their numbers: tests/compiler/test_replay.py)
 
 
 @pytest.mark.parametrize(
@@ -513,21 +514,21 @@ def test_what_a_case_holds_beyond_the_known_is_an_error(name: str, change: dict[
     case = read_case(GOLDEN / name)
     case = replace(case, **change) if "scalars" in change else replace(case, scalars={**case.scalars, **change})
     with pytest.raises(UsageError, match=words):
-        voxcpm.replay(case, runtime_of(voxcpm.case_config(case), voxcpm.case_program(case)))
+        cases.replay(case, runtime_of(cases.case_config(case), cases.case_program(case)))
 
 
 def test_a_case_tells_the_sizes_that_its_configuration_leaves_open() -> None:
     case = read_case(GOLDEN / "region_tiny_mup")
-    config = voxcpm.case_config(case)
+    config = cases.case_config(case)
     assert (config.context_size, config.patch_size, config.mu_tokens) == (3, 4, 2)
     assert config.rope_factors[0] == 2.0
     assert config.rope_scale > 1.1
-    assert not voxcpm.case_config(read_case(GOLDEN / "sampler_tiny_b")).use_cfg_zero_star
+    assert not cases.case_config(read_case(GOLDEN / "sampler_tiny_b")).use_cfg_zero_star
 
 
 @pytest.mark.parametrize(("case", "name"), [("region_real", "VoxCPM2"), ("region_real_v1", "VoxCPM1.5")])
 def test_the_cases_of_released_size_have_the_released_configuration(case: str, name: str) -> None:
-    assert voxcpm.case_config(read_case(GOLDEN / case)) == voxcpm.CONFIGS[name]
+    assert cases.case_config(read_case(GOLDEN / case)) == voxcpm.CONFIGS[name]
 
 
 # OpenBMB/VoxCPM 616d3d3e, src/voxcpm/modules/locdit/unified_cfm.py: what 10 steps in bfloat16 integrate over.

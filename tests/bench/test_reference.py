@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from voicehub_aot import adapters, build
-from voicehub_aot.golden import read_case
-from voicehub_aot.models import from_case
+from voicehub_aot import adapters
+from voicehub_aot.compiler import build
+from voicehub_aot.compiler.models import from_case
+from voicehub_aot.spec.golden import read_case
 
 BENCH = Path(__file__).parents[2] / "bench"
 GOLDEN = Path(__file__).parents[1] / "golden"

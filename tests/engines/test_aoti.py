@@ -8,17 +8,17 @@ import pytest
 import torch
 import toy
 
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.compilation import compile_all
+from voicehub_aot.compiler.compile import compile_all
+from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.jobs import plan_jobs
+from voicehub_aot.compiler.options import Options
+from voicehub_aot.compiler.split import split
 from voicehub_aot.engines import Source, aoti
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed
-from voicehub_aot.export import export_region
-from voicehub_aot.jobs import plan_jobs
-from voicehub_aot.options import Options
-from voicehub_aot.schedule import linear
-from voicehub_aot.solver import euler
-from voicehub_aot.stage import split
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.schedule import linear
+from voicehub_aot.spec.solver import euler
+from voicehub_aot.spec.target import default_target, parse_target
 
 TARGET = parse_target(default_target())
 

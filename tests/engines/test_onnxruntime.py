@@ -12,16 +12,16 @@ import pytest
 import torch
 import toy
 
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.build import build
+from voicehub_aot.compiler.build import build
+from voicehub_aot.compiler.export import example_inputs
+from voicehub_aot.compiler.options import Options
 from voicehub_aot.engines import WEIGHTS, Source, _onnx, onnxruntime as engine
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, MissingDependency
-from voicehub_aot.export import example_inputs
-from voicehub_aot.loading import load
-from voicehub_aot.options import Options
-from voicehub_aot.schedule import linear
-from voicehub_aot.solver import euler
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot.runtime.load import load
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.schedule import linear
+from voicehub_aot.spec.solver import euler
+from voicehub_aot.spec.target import default_target, parse_target
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ print(options.intra_op_num_threads, runtime.sample(seed=0, lengths=[8], cond=con
 
 def test_an_artifact_needs_neither_the_builds_torch_nor_its_processor(artifact, monkeypatch):
     """Its graphs are portable, unlike compiled code."""
-    monkeypatch.setattr("voicehub_aot.loading.torch_minor", lambda: "9.9")
-    monkeypatch.setattr("voicehub_aot.target.host_features", frozenset)
+    monkeypatch.setattr("voicehub_aot.runtime.load.torch_minor", lambda: "9.9")
+    monkeypatch.setattr("voicehub_aot.spec.target.host_features", frozenset)
 
     assert sample(load(artifact), 0).isfinite().all()

@@ -7,11 +7,11 @@ from safetensors.torch import save_file
 
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
+from voicehub_aot.compiler.export import export_program
 from voicehub_aot.engines import WEIGHTS, Source, StageCode, _onnx
-from voicehub_aot.export import export_program
 from voicehub_aot.kernels.depthwise import depthwise
-from voicehub_aot.region import TensorSpec
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot.spec.region import TensorSpec
+from voicehub_aot.spec.target import default_target, parse_target
 
 D = 8
 DEPTHWISE = torch.ops.voicehub_aot.depthwise.default

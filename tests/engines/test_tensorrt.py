@@ -12,7 +12,10 @@ import torch
 import toy
 
 from voicehub_aot import engines
-from voicehub_aot.bucket import Buckets
+from voicehub_aot.compiler.export import export_program, export_region, named_dims
+from voicehub_aot.compiler.jobs import dynamic_axes, plan_jobs, size_spans
+from voicehub_aot.compiler.options import Options
+from voicehub_aot.compiler.split import split
 from voicehub_aot.engines import Source, StageCode, _plan, tensorrt
 from voicehub_aot.errors import (
     ArtifactCorrupt,
@@ -23,14 +26,11 @@ from voicehub_aot.errors import (
     TargetMismatch,
     VersionUnsupported,
 )
-from voicehub_aot.export import export_program, export_region, named_dims
-from voicehub_aot.jobs import dynamic_axes, plan_jobs, size_spans
-from voicehub_aot.options import Options
-from voicehub_aot.region import TensorSpec
-from voicehub_aot.schedule import linear
-from voicehub_aot.solver import euler
-from voicehub_aot.stage import split
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.region import TensorSpec
+from voicehub_aot.spec.schedule import linear
+from voicehub_aot.spec.solver import euler
+from voicehub_aot.spec.target import default_target, parse_target
 
 TARGET = parse_target(default_target())
 HOPPER = _plan.Machine(sm=90, tensorrt="10.9.0.34")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from voicehub_aot.export import export_program
+from voicehub_aot.compiler.export import export_program
 from voicehub_aot.kernels.depthwise import depthwise
 
 

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from voicehub_aot import few_rows
-from voicehub_aot.export import export_region
+from voicehub_aot.compiler import fuse
+from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.split import split
 from voicehub_aot.kernels.linear import FEW_ROWS, few, reduced
-from voicehub_aot.region import Call, Input, Region, RegionSpec
-from voicehub_aot.stage import split
+from voicehub_aot.spec.region import Call, Input, Region, RegionSpec
 
 
 @pytest.mark.parametrize("outputs", [1, 7, 24])
@@ -78,7 +78,7 @@ def spans(requests):
 def test_only_linears_of_few_rows_are_fused_and_weights_narrowed_where_nothing_is_lost(narrow):
     stage = stage_of(narrow)
 
-    module = few_rows.fused(stage, spans(2))  # 6 rows and 2
+    module = fuse.fused(stage, spans(2))  # 6 rows and 2
 
     x, time = torch.randn(2, 3, WIDTH), torch.full((1,), 0.5)
     torch.testing.assert_close(module(x, time)[0], stage.module(x, time)[0])
@@ -92,7 +92,7 @@ def test_the_stage_itself_is_left_as_it_was():
     stage = stage_of(narrow=True)
     before = str(stage.module.graph)
 
-    few_rows.fused(stage, spans(1))
+    fuse.fused(stage, spans(1))
 
     assert str(stage.module.graph) == before
     assert "single.weight_bfloat16" not in dict(stage.module.named_buffers())
@@ -100,4 +100,4 @@ def test_the_stage_itself_is_left_as_it_was():
 
 @pytest.mark.parametrize(("requests", "serves"), [(1, True), (2, False)])
 def test_packed_weights_are_given_up_where_every_linear_has_few_rows(requests, serves):
-    assert few_rows.serves_few(stage_of(narrow=False), spans(requests)) is serves
+    assert fuse.serves_few(stage_of(narrow=False), spans(requests)) is serves

@@ -15,12 +15,13 @@ import torch
 from oracle.upstream import load
 from torch import Tensor, nn
 
-from voicehub_aot.adapters import _rf_sampling, echo
-from voicehub_aot.adapters._echo_net import Config, LatentEncoder
-from voicehub_aot.build import eager_runtime
-from voicehub_aot.program import Program
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.adapters import echo
+from voicehub_aot.adapters._echo_irodoritts import sampling as rf_sampling
+from voicehub_aot.adapters.echo.net import Config, LatentEncoder
+from voicehub_aot.compiler.build import eager_runtime
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 pytestmark = pytest.mark.oracle
 
@@ -282,10 +283,10 @@ def test_our_loop_gives_upstreams_result(model: Any, inference: Any, setting: st
     network, wanted, runtime, given = case_of(model, inference, setting, batch)
     s, program = SETTINGS[setting], program_of(setting)
     noise = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5)) * (s["truncation_factor"] or 1.0)
-    scaled = s["speaker_kv_scale"] and _rf_sampling.speaker_scale(
+    scaled = s["speaker_kv_scale"] and rf_sampling.speaker_scale(
         len(noise), WIDE.num_layers, s["speaker_kv_scale"], s["speaker_kv_max_layers"]
     )
-    *_, final = _rf_sampling.scaled_trajectory(
+    *_, final = rf_sampling.scaled_trajectory(
         runtime,
         program.schedule,
         scaled,

@@ -14,17 +14,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import voicehub_aot
-from voicehub_aot import models
 from voicehub_aot.adapters import f5tts
-from voicehub_aot.adapters._f5_checkpoint import PREFIX
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.build import build, eager_runtime
+from voicehub_aot.adapters.f5tts.checkpoint import PREFIX
+from voicehub_aot.compiler import models
+from voicehub_aot.compiler.build import build, eager_runtime
+from voicehub_aot.compiler.options import Options
 from voicehub_aot.errors import ProgramNotBuilt
-from voicehub_aot.options import Options
-from voicehub_aot.program import Program
-from voicehub_aot.runtime import TIME_TOLERANCE, Runtime
-from voicehub_aot.synthetic import synthetic_weights
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot.runtime.runtime import TIME_TOLERANCE, Runtime
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.synthetic import synthetic_weights
+from voicehub_aot.spec.target import default_target, parse_target
 
 pytestmark = pytest.mark.oracle
 

@@ -13,12 +13,12 @@ from oracle.upstream import load
 from torch import Tensor, nn
 
 from voicehub_aot.adapters import styletts2
-from voicehub_aot.adapters._styletts2_checkpoint import PREFIX
-from voicehub_aot.build import eager_runtime
+from voicehub_aot.adapters.styletts2.checkpoint import PREFIX
+from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.errors import NoBucketFits
-from voicehub_aot.program import Program
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 pytestmark = pytest.mark.oracle
 

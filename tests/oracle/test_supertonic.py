@@ -16,15 +16,15 @@ from oracle.upstream import load
 from torch import Tensor, nn
 
 import voicehub_aot
-from voicehub_aot import models
 from voicehub_aot.adapters import supertonic
-from voicehub_aot.bucket import Buckets
-from voicehub_aot.build import build, eager_runtime
+from voicehub_aot.compiler import models
+from voicehub_aot.compiler.build import build, eager_runtime
+from voicehub_aot.compiler.options import Options
 from voicehub_aot.errors import ProgramNotBuilt
-from voicehub_aot.golden import Case, read_case
-from voicehub_aot.options import Options
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.target import default_target, parse_target
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.golden import Case, read_case
+from voicehub_aot.spec.target import default_target, parse_target
 
 pytestmark = pytest.mark.oracle
 

@@ -14,12 +14,12 @@ from oracle.upstream import Modules, load
 from torch import Tensor, nn
 
 from voicehub_aot.adapters import vibevoice
-from voicehub_aot.adapters._vibevoice_checkpoint import FIXED
-from voicehub_aot.adapters._vibevoice_head import PREFIX
-from voicehub_aot.build import eager_runtime
-from voicehub_aot.program import Program
-from voicehub_aot.runtime import Runtime
-from voicehub_aot.synthetic import synthetic_weights
+from voicehub_aot.adapters.vibevoice.checkpoint import FIXED
+from voicehub_aot.adapters.vibevoice.net import PREFIX
+from voicehub_aot.compiler.build import eager_runtime
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.synthetic import synthetic_weights
 
 pytestmark = [
     pytest.mark.oracle,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 
 from voicehub_aot.errors import EngineUnavailable
-from voicehub_aot.region import TensorSpec
-from voicehub_aot.target import Target
+from voicehub_aot.spec.region import TensorSpec
+from voicehub_aot.spec.target import Target
 
 if TYPE_CHECKING:
     from torch import fx

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from voicehub_aot.artifacts.reading import parse_json, reason
 from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, code_digest
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, MissingDependency
-from voicehub_aot.reading import parse_json, reason
-from voicehub_aot.target import Target
+from voicehub_aot.spec.target import Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -29,7 +29,7 @@ from voicehub_aot.errors import (
     TargetMismatch,
     VersionUnsupported,
 )
-from voicehub_aot.region import TensorSpec
+from voicehub_aot.spec.region import TensorSpec
 
 if TYPE_CHECKING:
     import onnx

@@ -30,11 +30,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils._pytree import treespec_loads
 
-from voicehub_aot import toolchain
-from voicehub_aot.engines import Source, StageCode, Weights, _memory as memory, code_digest
+from voicehub_aot.engines import Source, StageCode, Weights, _memory as memory, code_digest, toolchain
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, EngineUnavailable, OptionUnsupported
 from voicehub_aot.kernels import depthwise
-from voicehub_aot.target import VECTOR_BITS, Target, host_features
+from voicehub_aot.spec.target import VECTOR_BITS, Target, host_features
 
 if TYPE_CHECKING:
     from torch import fx

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from voicehub_aot.engines import WEIGHTS, Source, _memory, _onnx
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
-from voicehub_aot.target import Target
+from voicehub_aot.spec.target import Target
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -13,7 +13,7 @@ import torch
 
 from voicehub_aot.engines import Source, _onnx
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
-from voicehub_aot.target import Target
+from voicehub_aot.spec.target import Target
 
 NAME = "openvino"
 FUSES = False

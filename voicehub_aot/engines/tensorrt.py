@@ -41,8 +41,8 @@ from voicehub_aot.errors import (
     InternalError,
     MissingDependency,
 )
-from voicehub_aot.region import DTYPES
-from voicehub_aot.target import Target
+from voicehub_aot.spec.region import DTYPES
+from voicehub_aot.spec.target import Target
 
 NAME = "tensorrt"
 FUSES = False

@@ -1,0 +1,1 @@
+"""What Chatterbox's S3Gen and CosyVoice share: the causal decoder, its checkpoints, its flow."""

@@ -1,0 +1,1 @@
+"""What Echo and Irodori share: the rectified-flow transformer, its checkpoints, its sampling."""

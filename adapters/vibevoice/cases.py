@@ -1,0 +1,76 @@
+"""Runs the recorded reference cases of VibeVoice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from voicehub_aot.adapters.vibevoice import program
+from voicehub_aot.errors import UsageError
+from voicehub_aot.spec import schedule
+from voicehub_aot.spec.guidance import EQUATIONS
+from voicehub_aot.spec.program import Program, probe
+
+if TYPE_CHECKING:
+    from voicehub_aot.adapters import Sampler
+    from voicehub_aot.spec.golden import Case
+
+CALL = {"inputs": {"noisy_images", "timesteps", "condition"}, "scalars": {"cfg_scale"}}
+LOOP = {
+    "inputs": {"noise", "condition", "neg_condition"},
+    "scalars": {"num_inference_steps", "cfg_scale", "solver", "timestep_spacing", "final_sigmas_type"}
+    | {"lower_order_final", "euler_at_final", "nfe"},
+}
+LOOP_SETTINGS = {
+    "solver": "dpmsolver++ 2M midpoint",
+    "timestep_spacing": "linspace",
+    "final_sigmas_type": "zero",
+    "lower_order_final": True,
+    "euler_at_final": False,
+}
+
+
+def _check_case(case: Case) -> None:
+    known = LOOP if case.kind == "sampler" else CALL
+    case.check_inputs(known["inputs"])
+    other = {n: v for n, v in case.scalars.items() if n not in known["scalars"] or LOOP_SETTINGS.get(n, v) != v}
+    if other or (case.kind == "sampler" and not {"num_inference_steps", "cfg_scale"} <= set(case.scalars)):
+        raise UsageError(f"{case.name}: scalars {other or dict(case.scalars)!r} are not understood")
+
+
+def case_program(case: Case) -> Program:
+    _check_case(case)
+    if case.kind != "sampler":
+        return probe(sorted(set(case.inputs["timesteps"].reshape(-1).tolist())))
+    return program(case.scalars["num_inference_steps"])
+
+
+def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    _check_case(case)
+    return _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
+
+
+def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    """A guidance pair is rows of one call upstream, [conditional; negative]: each row names its own condition."""
+    results = {"v": sampler.denoiser()(**case.inputs)}
+    if "cfg_scale" in case.scalars:
+        results["v_guided"] = EQUATIONS["classifier_free"](results["v"], [case.scalars["cfg_scale"] - 1])
+    return results
+
+
+def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+    """Upstream draws noise for both branches of its packed batch and uses the first."""
+    loop, chain = case_program(case), schedule.cosine_noise_ratios()
+    request: dict[str, Any] = {name: case.inputs[name] for name in ("condition", "neg_condition")}
+    noise = case.inputs["noise"][: len(request["condition"])]
+    states = list(sampler.trajectory(noise=noise, program=loop.name, guidance=case.scalars["cfg_scale"] - 1, **request))
+    timesteps = torch.tensor(loop.schedule[:-1]).long()
+    return {
+        "latent": states[-1],
+        "latent_after_first": states[0],
+        "timesteps": timesteps,
+        "sigmas": torch.tensor([*(chain[t] for t in timesteps.tolist()), 0.0]),
+        "v_first": sampler.evaluate(noise, loop.times[0], packed=True, **request),
+    }

@@ -1,0 +1,322 @@
+"""VoxCPM's released sizes, and how its checkpoints are read: config.json, whole-model files, LoRA.
+
+Upstream: OpenBMB/VoxCPM 616d3d3e630a9c96c2853250eef91b0f39dcd5fa, src/voxcpm/model/{voxcpm,voxcpm2}.py and
+modules/minicpm4/config.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from voicehub_aot.adapters.f5tts.sizes import count, size
+from voicehub_aot.adapters.voxcpm.net import Config, LocDiT
+from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.spec.checkpoint import Reading, check_shapes, read_weights, refuse_lora
+from voicehub_aot.spec.hyperparameters import config_of, part_of
+
+NAME = "voxcpm"
+PREFIX = "feat_decoder.estimator."
+OTHER_PARTS = (  # of a whole-model file: language models, patch encoder, what lies between them, the codec
+    *("base_lm.", "residual_lm.", "feat_encoder.", "audio_vae.", "fsq_layer.", "stop_proj.", "stop_head."),
+    *("lm_to_dit_proj.", "res_to_dit_proj.", "enc_to_lm_proj.", "fusion_concat_proj."),
+)
+FILES = ("model.safetensors", "pytorch_model.bin")
+
+# short_factor of the released config.json files.
+_FACTORS_64 = (
+    *(0.9977997200264581, 1.014658295992452, 1.0349680404997148, 1.059429246056193, 1.0888815016813513),
+    *(1.1243301355211495, 1.166977103606075, 1.2182568066927284, 1.2798772354275727, 1.3538666751582975),
+    *(1.4426259039919596, 1.5489853358570191, 1.6762658237220625, 1.8283407612492941, 2.0096956085876183),
+    *(2.225478927469756, 2.481536379650452, 2.784415934557119, 3.1413289096347365, 3.560047844772632),
+    *(4.048719380066383, 4.615569542115128, 5.2684819496549835, 6.014438591970396, 6.858830049237097),
+    *(7.804668263503327, 8.851768731513417, 9.99600492938444, 11.228766118181639, 12.536757560834843),
+    *(13.902257701387796, 15.303885189125953, 16.717837610115794, 18.119465097853947, 19.484965238406907),
+    *(20.792956681060105, 22.02571786985731, 23.16995406772833, 24.217054535738416, 25.16289275000465),
+    *(26.007284207271347, 26.753240849586767, 27.40615325712662, 27.973003419175363, 28.461674954469114),
+    *(28.880393889607006, 29.237306864684626, 29.540186419591297, 29.79624387177199, 30.01202719065413),
+    *(30.193382037992453, 30.34545697551969, 30.47273746338473, 30.579096895249787, 30.66785612408345),
+    *(30.741845563814174, 30.80346599254902, 30.85474569563567, 30.897392663720595, 30.932841297560394),
+    *(30.962293553185553, 30.986754758742034, 31.007064503249293, 31.02392307921529),
+)
+_FACTORS_32 = (
+    *(1.0004360675811768, 1.0668443441390991, 1.1631425619125366, 1.3025742769241333, 1.5040205717086792),
+    *(1.7941505908966064, 2.2101221084594727, 2.802666664123535, 3.6389970779418945, 4.804192543029785),
+    *(6.39855432510376, 8.527148246765137, 11.277542114257812, 14.684998512268066, 18.69317054748535),
+    *(23.13019371032715, 27.72362518310547, 32.1606559753418, 36.168827056884766, 39.57627868652344),
+    *(42.32667541503906, 44.45526885986328, 46.04962921142578, 47.21482849121094, 48.05115509033203),
+    *(48.64370346069336, 49.05967712402344, 49.34980392456055, 49.551246643066406, 49.69068145751953),
+    *(49.78697967529297, 49.85338592529297),
+)
+
+
+def _released(variant: str, layers: int, head: int, patch: int, factors: tuple[float, ...]) -> Config:
+    return Config(
+        variant=variant,  # type: ignore[arg-type]
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        kv_channels=head,
+        rope_factors=factors,
+        patch_size=patch,
+        context_size=patch,
+        mu_tokens=2 if variant == "v2" else 1,
+    )
+
+
+_TINY: dict[str, Any] = {
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "feat_dim": 7,
+}
+CONFIGS: Mapping[str, Config] = {
+    "VoxCPM2": _released("v2", 12, 128, 4, _FACTORS_64),
+    "VoxCPM1.5": _released("v1", 8, 64, 4, _FACTORS_32),
+    "VoxCPM-0.5B": _released("v1", 4, 64, 2, _FACTORS_32),
+    "tiny": Config(variant="v2", kv_channels=10, rope_factors=(1.0, 1.2, 1.7, 2.6, 4.1), mu_tokens=2, **_TINY),
+    "tiny-v1": Config(
+        variant="v1", kv_channels=8, rope_factors=(1.0, 1.2, 1.7, 2.6), patch_size=3, context_size=3, **_TINY
+    ),
+}
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("kv_channels", "feat_dim", "patch_size", "context_size", "mu_tokens"),
+)
+
+
+def checked(config: Config) -> Config:
+    """UsageError for values that no such network can have."""
+    for name in SIZES:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{NAME}: {name}={value!r} is no positive integer")
+    c = config
+    positive = {"rope_scale": c.rope_scale, "rope_theta": c.rope_theta, "rms_norm_eps": c.rms_norm_eps}
+    faults = {f"{name}={value!r} is not positive": not value > 0 for name, value in positive.items()} | {
+        "rope_factors holds numbers that are not positive": not all(f > 0 for f in c.rope_factors),
+        f"variant={c.variant!r} is not one of 'v1', 'v2'": c.variant not in ("v1", "v2"),
+        f"mu_tokens={c.mu_tokens!r}, but v1 has 1": c.variant == "v1" and c.mu_tokens != 1,
+        f"hidden_size={c.hidden_size!r} is odd or less than 4": c.hidden_size % 2 == 1 or c.hidden_size < 4,
+        f"kv_channels={c.kv_channels!r} is odd": c.kv_channels % 2 == 1,
+        f"num_attention_heads={c.num_attention_heads!r} is no multiple of num_key_value_heads="
+        f"{c.num_key_value_heads!r}": c.num_attention_heads % c.num_key_value_heads != 0,
+        f"{len(c.rope_factors)} rotary factors for heads of {c.kv_channels!r}; wanted {c.kv_channels // 2}": len(
+            c.rope_factors
+        )
+        != c.kv_channels // 2,
+    }
+    for fault, is_so in faults.items():
+        if is_so:
+            raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
+    return config
+
+
+def config_from(values: Mapping[str, Any]) -> Config:
+    """One of three forms: the released config.json; a decoder's configuration under `decoder`; the fields of `Config`.
+
+    With any of them use_cfg_zero_star=False chooses plain guidance; upstream has it as an argument of its loop.
+    """
+    given = dict(values)
+    own = {name: given.pop(name) for name in ("use_cfg_zero_star",) if name in given}
+    if "lm_config" in given or "dit_config" in given:
+        return _of_release(given, own)
+    if "decoder" in given:
+        return _of_decoder(given, own)
+    known = [f.name for f in fields(Config)]
+    _only(given, known, "hyperparameters")
+    return checked(config_of(NAME, Config, {**given, **own}))
+
+
+def _only(values: Mapping[str, Any], known: list[str], what: str) -> None:
+    if unknown := sorted(set(values) - set(known)):
+        raise UsageError(f"{NAME}: {what} {unknown!r} are not known; known are {sorted(known)!r}")
+
+
+def _all(values: Mapping[str, Any], wanted: list[str], what: str) -> None:
+    if missing := [name for name in wanted if name not in values]:
+        raise UsageError(f"{NAME}: {what} {missing!r} are missing, got {sorted(values)!r}")
+
+
+# MiniCPM4Config's names that a decoder without embedding and without context limit does not use.
+INERT = ("bos_token_id", "eos_token_id", "vocab_size", "scale_emb", "dim_model_base")
+OF_DECODER = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings", "scale_depth"),
+)
+OF_DIT = {"hidden_dim": "hidden_size", "ffn_dim": "intermediate_size", "num_heads": "num_attention_heads"}
+OF_DIT |= {"num_layers": "num_hidden_layers"}
+
+
+def _of_release(values: Mapping[str, Any], own: Mapping[str, Any]) -> Config:
+    """config.json: the decoder is the language model's configuration with dit_config's sizes.
+
+    mean_mode inside dit_config is not read: upstream's field is dit_mean_mode, at the root in v1.
+    """
+    _all(values, ["architecture", "lm_config", "dit_config"], "fields of config.json")
+    variants = {"voxcpm": "v1", "voxcpm2": "v2"}
+    architecture = values["architecture"]
+    if not isinstance(architecture, str):
+        raise UsageError(f"{NAME}: architecture={architecture!r} is not text; known are {', '.join(variants)}")
+    if architecture.lower() not in variants:
+        raise OptionUnsupported(f"{NAME}: architecture {architecture!r} is not known; known are {', '.join(variants)}")
+    variant, dit = variants[architecture.lower()], part_of(NAME, values, "dit_config")
+    _all(dit, list(OF_DIT), "fields of dit_config")
+    loop = part_of(NAME, dit, "cfm_config") if "cfm_config" in dit else {}
+    if (solver := loop.get("solver", "euler")) != "euler":
+        raise OptionUnsupported(f"{NAME}: solver {solver!r} is not known; upstream's loop is 'euler'")
+    model = part_of(NAME, values, "lm_config")
+    decoder = {name: value for name, value in model.items() if name in (*OF_DECODER, "use_mup")}
+    decoder |= {ours: dit[theirs] for theirs, ours in OF_DIT.items()} | {"kv_channels": dit.get("kv_channels")}
+    mean = dit.get("dit_mean_mode", False) if variant == "v2" else values.get("dit_mean_mode", False)
+    patch = values.get("patch_size", 4 if variant == "v2" else 2)
+    sizes = {"feat_dim": values.get("feat_dim", 64), "patch_size": patch, "mean_mode": mean}
+    return _of_decoder({"variant": variant, "decoder": decoder, **sizes}, own)
+
+
+def _of_decoder(values: Mapping[str, Any], own: Mapping[str, Any]) -> Config:
+    outer = ["variant", "decoder", "feat_dim", "mean_mode", "patch_size", "context_size", "mu_tokens"]
+    _only(values, outer, "hyperparameters")
+    _all(values, ["variant", "decoder"], "hyperparameters")
+    decoder = {name: value for name, value in part_of(NAME, values, "decoder").items() if name not in INERT}
+    _only(decoder, [*OF_DECODER, "use_mup", "kv_channels", "no_rope", *INERT], "hyperparameters of the decoder")
+    _all(decoder, list(OF_DECODER), "hyperparameters of the decoder")
+    if decoder.pop("no_rope", False):
+        raise OptionUnsupported(f"{NAME}: a decoder with no_rope=True is not supported; no release has one")
+    factors, scale = _rope(part_of(NAME, decoder, "rope_scaling"), decoder["max_position_embeddings"])
+    width = decoder.get("kv_channels") or _size(decoder, "hidden_size") // _size(decoder, "num_attention_heads")
+    decoder = {k: v for k, v in decoder.items() if k not in ("rope_scaling", "max_position_embeddings", "kv_channels")}
+    patch = values.get("patch_size", 4)
+    given = {name: value for name, value in values.items() if name != "decoder"}
+    derived = {"context_size": patch, "mu_tokens": 2 if values["variant"] == "v2" else 1, "use_mup": True}
+    rope = {"kv_channels": width, "rope_factors": factors, "rope_scale": scale}
+    return checked(config_of(NAME, Config, {**derived, **decoder, **given, **own, **rope}))
+
+
+def _size(values: Mapping[str, Any], name: str) -> int:
+    value = values[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{NAME}: {name}={value!r} is no positive integer; give upstream's hyperparameters")
+    return value
+
+
+def _rope(scaling: Mapping[str, Any], longest: Any) -> tuple[tuple[float, ...], float]:
+    """The factors that the context length chooses, once and for every sequence, and the scale of cos and sin."""
+    _all(scaling, ["type", "long_factor", "short_factor", "original_max_position_embeddings"], "fields of rope_scaling")
+    if scaling["type"] != "longrope":
+        raise OptionUnsupported(f"{NAME}: rope_scaling of type {scaling['type']!r} is not known; wanted 'longrope'")
+    original = _size(scaling, "original_max_position_embeddings")
+    longest = _size({"max_position_embeddings": longest}, "max_position_embeddings")
+    if original == 1:
+        raise UsageError(f"{NAME}: original_max_position_embeddings=1, wanted 2 or more")
+    name = "long_factor" if longest > original else "short_factor"
+    factors = scaling[name]
+    if not isinstance(factors, list | tuple) or not all(
+        isinstance(f, int | float) and not isinstance(f, bool) and 0 < f < math.inf for f in factors
+    ):
+        raise UsageError(f"{NAME}: {name}={factors!r} is not a list of positive numbers")
+    return tuple(map(float, factors)), math.sqrt(1 + math.log(longest / original) / math.log(original))
+
+
+def network(config: Config) -> LocDiT:
+    """Without storage but for the rotary rows: only keys and shapes, until weights are assigned."""
+    with torch.device("meta"):
+        return LocDiT(config)
+
+
+def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    return {PREFIX + key: tuple(tensor.shape) for key, tensor in network(config).state_dict().items()}
+
+
+def _find(path: Path) -> Path:
+    if path.is_file():
+        return path
+    for name in FILES:
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointMismatch(f"{path}: no {' or '.join(FILES)} in it; name the checkpoint file")
+
+
+def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
+    """The estimator's tensors under released keys, and whatever belongs to no part of the model."""
+    content, _ = read_weights(file, reading)
+    refuse_lora(file, content)
+    kept = {key: value for key, value in content.items() if not key.startswith(OTHER_PARTS)}
+    if wrong := sorted(key for key, value in kept.items() if not isinstance(value, Tensor)):
+        raise CheckpointMismatch(f"{file}: {wrong[0]!r} is a {type(kept[wrong[0]]).__name__}, wanted tensors")
+    return kept
+
+
+def _config_beside(file: Path) -> Config | None:
+    """What config.json in the same folder says."""
+    path = file.parent / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        return config_from(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, AttributeError, UsageError, OptionUnsupported) as error:
+        raise CheckpointMismatch(f"{path}: {error}; wanted the config.json of a VoxCPM release") from error
+
+
+def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
+    """`base` with the sizes that the tensors have. The width of a head is the base's: its rotary factors are."""
+
+    def told(otherwise: int, *places: tuple[str, int]) -> int:
+        return size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
+
+    layer, c = "decoder.layers.*", base
+    query = told(c.num_attention_heads * c.kv_channels, (f"{layer}.self_attn.q_proj.weight", 0))
+    key = told(c.num_key_value_heads * c.kv_channels, (f"{layer}.self_attn.k_proj.weight", 0))
+    found = replace(
+        base,
+        hidden_size=told(c.hidden_size, ("in_proj.weight", 0), ("cond_proj.weight", 0)),
+        intermediate_size=told(c.intermediate_size, (f"{layer}.mlp.gate_proj.weight", 0)),
+        num_hidden_layers=count(weights, PREFIX + "decoder.layers") or c.num_hidden_layers,
+        num_attention_heads=query // c.kv_channels,
+        num_key_value_heads=key // c.kv_channels,
+        feat_dim=told(c.feat_dim, ("in_proj.weight", 1), ("cond_proj.weight", 1)),
+    )
+    try:
+        return checked(found)
+    except UsageError as error:
+        raise CheckpointMismatch(f"the checkpoint's tensors have impossible shapes: {error}") from error
+
+
+def read_checkpoint(
+    path: Path, config: str | Config | None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
+    """A released folder or its weight file. Hyperparameters: `config`, or else config.json, or else the shapes'.
+
+    Sizes that the tensors tell are theirs.
+    """
+    if isinstance(config, str) and config not in CONFIGS:
+        raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
+    file = _find(path)
+    weights = _own_weights(file, reading or Reading())
+    found = CONFIGS[config] if isinstance(config, str) else config or _config_beside(file)
+    if found is None:
+        shapes = {key: tuple(tensor.shape) for key, tensor in weights.items()}
+        depth = count(weights, PREFIX + "decoder.layers")
+        deep = [known for known in CONFIGS.values() if known.num_hidden_layers == depth]
+        fitting = [known for known in deep if shapes.items() <= checkpoint_shapes(known).items()]
+        if not fitting:
+            raise CheckpointMismatch(
+                f"{file}: no config.json beside it, and its {len(weights)} tensors are those of no released model; "
+                "put config.json there, or choose with --config"
+            )
+        found = fitting[0]
+    found = _sizes(weights, found)
+    check_shapes(str(file), weights, checkpoint_shapes(found))
+    return found, weights

@@ -1,0 +1,1 @@
+"""The command line: commands, their settings, and what they show."""

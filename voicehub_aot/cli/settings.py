@@ -1,0 +1,228 @@
+"""A build's options: from flags and a TOML file, flags winning, to `compilation.Options`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from voicehub_aot import adapters, engines
+from voicehub_aot.compiler import models
+from voicehub_aot.compiler.assemble import Model
+from voicehub_aot.compiler.export import MAX_ROWS
+from voicehub_aot.compiler.jobs import MAX_EVALUATIONS
+from voicehub_aot.compiler.options import Options
+from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
+from voicehub_aot.spec import bucket
+from voicehub_aot.spec.target import default_target, parse_target, usable_threads
+
+log = logging.getLogger(__name__)
+
+NULL = "null"  # TOML has no null; --option NAME=null gives it
+AUTO = "auto"  # every engine is a candidate, the fastest in each bucket is kept
+
+
+class BuildSettings(BaseModel):
+    """Keys of the TOML file, named like the flags with underscores. None = the default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    config: str | None = None
+    checkpoint: str | None = None
+    weights_kind: str | None = None
+    buckets: list[str] | str | None = None
+    steps: str | None = None
+    options: dict[str, bool | int | float | str | None] = {}
+    engine: str | None = None
+    engine_budget: float | None = None
+    min_speedup: float | None = None
+    weights_mode: str | None = None
+    shapes: str | None = None
+    target: str | None = None
+    jobs: int | None = None
+
+    @field_validator("options")
+    @classmethod
+    def _null(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: None if value == NULL else value for name, value in options.items()}
+
+    @classmethod
+    def merge(cls, file: Path | None, flags: Mapping[str, Any]) -> BuildSettings:
+        """Raises UsageError for an unreadable file, an unknown key or a value of the wrong kind."""
+        values: dict[str, Any] = {}
+        if file is not None:
+            try:
+                values = tomllib.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--from {str(file)!r}: unreadable ({error}); wanted a TOML file") from error
+        values.update({name: value for name, value in flags.items() if value is not None})
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise UsageError(f"options: {problems}; known are {', '.join(cls.model_fields)}") from error
+
+    def require_checkpoint(self, model: str) -> str:
+        if self.checkpoint is None:
+            raise UsageError(
+                f"build {model}: give --checkpoint PATH, --checkpoint hf:owner/name, or --weights synthetic for a trial"
+            )
+        return self.checkpoint
+
+
+def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
+    """The options as they were resolved, ready for `build --from`."""
+    resolved = {
+        "config": settings.config or model.config_name,
+        "checkpoint": settings.checkpoint,
+        "weights_kind": settings.weights_kind,
+        "buckets": [f"{axis}={','.join(map(str, sizes))}" for axis, sizes in options.buckets.axes.items()],
+        "steps": ",".join(str(p.steps) for p in options.programs),
+        "engine": AUTO if options.auto else ",".join(options.engines),
+        "engine_budget": options.engine_budget if options.engine_budget < math.inf else None,
+        "min_speedup": options.min_speedup,
+        "weights_mode": options.weights_mode if options.weights_mode != "auto" else None,
+        "shapes": options.shapes,
+        "target": options.target.name,
+        "jobs": options.jobs,
+    }
+    document: dict[str, Any] = {name: value for name, value in resolved.items() if value is not None}
+    if settings.options:
+        document["options"] = {name: NULL if value is None else value for name, value in settings.options.items()}
+    return f"# voicehub-aot build {model.name} --from config.toml\n{tomli_w.dumps(document)}"
+
+
+def parse_options(texts: Sequence[str] | None) -> dict[str, Any] | None:
+    """--option NAME=VALUE, repeated: values are JSON where they can be (true, 0.5, null), else text."""
+    if not texts:
+        return None
+    parsed: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name or name in parsed:
+            raise UsageError(f"--option {text!r}: wanted NAME=VALUE, each name once")
+        try:
+            parsed[name] = json.loads(value)
+        except ValueError:
+            parsed[name] = value
+    return parsed
+
+
+def options(
+    model: Model,
+    settings: BuildSettings,
+    histogram: Path | None,
+    max_buckets: int,
+    multiple_of: int,
+    parity: bool,
+    replace: bool,
+) -> Options:
+    """Checked options for this model. Raises UsageError, OptionUnsupported or NoBucketFits."""
+    adapter = adapters.load(model.name)
+    spec = model.region.spec
+    lengths = bucket.read_histogram(histogram) if histogram else None
+    if lengths is not None:
+        if settings.buckets:
+            raise UsageError("give either --buckets or --histogram")
+        if spec.main is None:
+            raise UsageError(
+                f"--histogram: rows of {model.name} have no length; promise numbers of rows: --buckets 1,2"
+            )
+        sizes = bucket.choose_buckets(lengths, max_buckets, multiple_of, spec.main.max)
+        promised = bucket.Buckets(axes={spec.main.name: sizes})
+    elif settings.buckets:
+        texts = [settings.buckets] if isinstance(settings.buckets, str) else settings.buckets
+        axes = [*(d.name for d in spec.dims), bucket.BATCH]
+        promised = bucket.parse_buckets(texts, spec.main_dim or bucket.BATCH, axes)
+    else:
+        limits = {bucket.BATCH: MAX_ROWS, **{d.name: d.max for d in spec.dims}}
+        within = {a: tuple(s for s in sizes if s <= limits[a]) for a, sizes in adapter.DEFAULT_BUCKETS.items()}
+        promised = bucket.Buckets(axes={a: sizes for a, sizes in within.items() if sizes})
+    bucket.check_buckets(promised, spec)
+    counts = _step_counts(settings.steps, models.default_steps(model))
+    programs = tuple(models.program(model, n, **settings.options) for n in counts)
+    longest = max(programs, key=lambda p: len(p.times))
+    if len(longest.times) > MAX_EVALUATIONS:
+        raise UsageError(f"--steps: {longest.name} has {len(longest.times)} evaluations, at most {MAX_EVALUATIONS}")
+    names, auto = _engines(settings.engine), settings.engine == AUTO
+    if auto and not parity:
+        raise UsageError("--no-parity with --engine auto: auto keeps what passes parity; name an engine instead")
+    _check_numbers(settings, auto, parity)
+    packs = any(not engines.get(name).reads_weight_file("packed") for name in names)
+    mode = settings.weights_mode or ("auto" if packs else "shared")
+    per_bucket = mode == "shared" and any(engines.get(name).STATIC for name in names)
+    shapes = settings.shapes or ("static" if per_bucket else "dynamic")
+    if mode not in ("packed", "shared", "auto") or shapes not in ("dynamic", "static"):
+        raise OptionUnsupported(
+            f"--weights-mode {mode!r} --shapes {shapes!r}: choose packed or shared, dynamic or static"
+        )
+    if mode == "packed" and not packs:
+        raise OptionUnsupported(f"--weights-mode packed: {', '.join(names)} always reads the weight file; leave it out")
+    if mode != "shared" and shapes == "static":
+        raise OptionUnsupported(
+            "--shapes static needs --weights-mode shared: packed engines each hold all weights, and one dynamic "
+            "engine is as fast on CPU"
+        )
+    return Options(
+        buckets=promised,
+        programs=programs,
+        target=parse_target(settings.target or default_target()),
+        weights_mode=mode,  # type: ignore[arg-type]  # checked above
+        shapes="dynamic" if shapes == "dynamic" else "static",
+        engines=names,
+        auto=auto,
+        engine_budget=math.inf if settings.engine_budget is None else settings.engine_budget,
+        min_speedup=settings.min_speedup,
+        jobs=settings.jobs or max(1, usable_threads() // 2),
+        parity=parity,
+        replace=replace,
+        histogram=lengths,
+    )
+
+
+def _check_numbers(settings: BuildSettings, auto: bool, parity: bool) -> None:
+    if settings.engine_budget is not None and not (auto and settings.engine_budget > 0):
+        raise UsageError(f"--engine-budget {settings.engine_budget!r}: wanted seconds, with --engine auto")
+    if settings.min_speedup is not None and not (parity and 0 < settings.min_speedup < math.inf):
+        raise UsageError(f"--min-speedup {settings.min_speedup!r}: wanted a positive number, e.g. 1.1, with parity")
+    if settings.jobs is not None and settings.jobs < 1:
+        raise UsageError(f"--jobs {settings.jobs}: wanted 1 or more")
+
+
+def _engines(text: str | None) -> tuple[str, ...]:
+    """The engines named. Raises EngineUnavailable or MissingDependency for one that cannot be built here."""
+    if text == AUTO:
+        return _available()
+    names = tuple(part.strip() for part in (text or engines.ENGINES[0]).split(","))
+    if len(set(names)) != len(names) or AUTO in names:
+        raise UsageError(f"--engine {text!r}: name each engine once, or {AUTO} alone")
+    for name in names:
+        engines.get(name).check()
+    return names
+
+
+def _available() -> tuple[str, ...]:
+    """Every engine that this machine can build; the log says why another is no candidate."""
+    names = []
+    for name in engines.ENGINES:
+        try:
+            engines.get(name).check()
+            names.append(name)
+        except (EngineUnavailable, MissingDependency) as error:
+            log.warning("engine %s is no candidate: %s", name, error)
+    return tuple(names)
+
+
+def _step_counts(text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    if text is None:
+        return default
+    parts = [p.strip() for p in str(text).split(",")]
+    if not all(p.isdecimal() and int(p) >= 1 for p in parts) or len(set(parts)) != len(parts):
+        raise UsageError(f"--steps {text!r}: wanted different step counts of at least 1, e.g. 32,16,7")
+    return tuple(int(p) for p in parts)

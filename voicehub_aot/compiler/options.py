@@ -1,0 +1,70 @@
+"""How a build is asked for, and what it tells while it runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from voicehub_aot.compiler.choose import Choice
+from voicehub_aot.engines import Weights
+from voicehub_aot.errors import InternalError
+from voicehub_aot.spec.bucket import Buckets
+from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.target import Target
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How it is to be built.
+
+    weights_mode: auto is shared where every linear of the step has few rows, else packed; `build` decides.
+    shapes: static gives one step engine a bucket (of engines that have such), dynamic one for all.
+    engines: all are built; a runtime opens the first unless told otherwise. auto: they are candidates, and only the
+    fastest in each bucket are kept. engine_budget: seconds after which no further candidate is compiled, and timing is
+    cut short. min_speedup: the least speed-up over eager that every bucket must have. choice: an earlier one, to be
+    repeated.
+    engines_from: finished engines by key; with it nothing is compiled, and a key that is missing is an error.
+    """
+
+    buckets: Buckets
+    programs: tuple[Program, ...]
+    target: Target
+    weights_mode: Literal["packed", "shared", "auto"] = "packed"
+    shapes: Literal["dynamic", "static"] = "dynamic"
+    engines: tuple[str, ...] = ("aoti",)
+    auto: bool = False
+    engine_budget: float = math.inf
+    min_speedup: float | None = None
+    choice: Choice | None = None
+    jobs: int = 1
+    parity: bool = True
+    cache: Path | None = None
+    replace: bool = False
+    histogram: Mapping[int, float] | None = None
+    engines_from: Mapping[str, Path] | None = None
+
+    @property
+    def weights(self) -> Weights:
+        """The weights mode that was decided on."""
+        if self.weights_mode == "auto":
+            raise InternalError("the weights mode was not decided yet")
+        return self.weights_mode
+
+
+class Progress:
+    """What a build tells while it runs; the command line overrides it. This one only logs."""
+
+    def stage(self, text: str) -> None:
+        log.info("%s", text)
+
+    def engine(self, name: str, state: str, seconds: float = 0.0) -> None:
+        log.info("engine %s: %s (%.1f s)", name, state, seconds)
+
+    def case(self, name: str) -> None:
+        log.debug("parity case %s", name)

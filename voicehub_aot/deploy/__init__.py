@@ -1,0 +1,1 @@
+"""An artifact as a folder for other hosts and servers."""

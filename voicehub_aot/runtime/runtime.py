@@ -1,0 +1,439 @@
+"""Runs a built model; loading.py opens one.
+
+A request is: check and lay out (request.py), prepare once, then the program's loop (sampler.py) over the step engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from voicehub_aot.artifacts.manifest import Manifest
+from voicehub_aot.errors import InputMismatch, NoBucketFits, OptionUnsupported, ProgramNotBuilt, UsageError
+from voicehub_aot.runtime.denoiser import Denoiser
+from voicehub_aot.runtime.evaluator import Evaluator
+from voicehub_aot.runtime.forks import Turns
+from voicehub_aot.runtime.loop import Pack, Velocity, guided, steps
+from voicehub_aot.runtime.request import Request, RequestReader, integers, numbers
+from voicehub_aot.spec.bucket import Buckets, Ladder
+from voicehub_aot.spec.guidance import EQUATIONS
+from voicehub_aot.spec.program import Evaluate, Program, probe
+from voicehub_aot.spec.region import BATCH, Dim, RegionSpec
+
+log = logging.getLogger(__name__)
+
+TIME_TOLERANCE = 1e-6  # a time this close to a table row's, relatively above 1, is that row's: grids are float32
+SEEDS = (-(2**63), 2**64 - 1)  # what torch's generators take
+Overflow = Literal["error", "run"]
+Scale = float | Mapping[str, float] | None  # of guidance: for all branches, by branch, or the model's own
+
+
+class Runtime:
+    """Samples with a built model. Safe to use from several threads: a call shares no state with another.
+
+    At most `concurrency` requests run at once; further ones wait their turn. Compute threads belong to the process
+    (torch.set_num_threads), so more concurrency gives fairness, not throughput.
+    """
+
+    def __init__(
+        self,
+        spec: RegionSpec,
+        evaluator: Evaluator,
+        programs: Mapping[str, Program],
+        buckets: Buckets,
+        *,
+        shapes: Literal["dynamic", "static"] = "dynamic",
+        ladder: Ladder | None = None,
+        overflow: Overflow = "error",
+        concurrency: int = 1,
+        name: str = "model",
+        manifest: Manifest | None = None,
+        threads: int | None = None,
+        reopen: Callable[[], Runtime] | None = None,
+    ) -> None:
+        if overflow not in get_args(Overflow):
+            raise OptionUnsupported(f"{name}: overflow={overflow!r} is not known; choose one of {get_args(Overflow)}")
+        if overflow == "run" and shapes == "static":
+            raise OptionUnsupported(f"{name}: overflow='run' needs a dynamic engine; this artifact has static buckets")
+        self.spec, self.evaluator, self.programs = spec, evaluator, dict(programs)
+        self.buckets, self.shapes, self.overflow, self.name = buckets, shapes, overflow, name
+        self.manifest, self.ladder = manifest, ladder or Ladder()
+        self.overflowed = 0  # requests over the largest promised bucket that ran all the same
+        self._reader = RequestReader(spec, name)
+        self._reopen = reopen
+        self._turns = Turns(concurrency, threads, name)
+        self._count = threading.Lock()
+
+    def __copy__(self) -> Runtime:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """Itself: no request leaves a trace in it, and its engines cannot be had twice."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Runtime], tuple[()]]:
+        """A pickle holds the artifact's path and the options; unpickling loads it again."""
+        if self._reopen is None:
+            raise UsageError(
+                f"{self.name}: cannot be pickled, for it was not loaded from an artifact; pickle its parts"
+            )
+        return self._reopen, ()
+
+    def sample(
+        self,
+        *,
+        noise: torch.Tensor | None = None,
+        seed: int | Sequence[int] | None = None,
+        lengths: Sequence[int] | torch.Tensor | None = None,
+        step_noise: torch.Tensor | None = None,
+        program: str | int | None = None,
+        guidance: Scale = None,
+        **conditioning: Any,
+    ) -> torch.Tensor:
+        """One whole request -> the final state, shaped like the noise, zero beyond each row's extent.
+
+        noise: the region's state, or seed with lengths: row b is drawn from its own generator, seeded seed + b (or
+        seed[b]), so the same seed gives the same noise whatever else is in the batch; the rounding of a result may
+        depend on the rows beside it (docs/parity.md). lengths: valid size of each row; default all of the noise.
+        step_noise: [K, ...] for a solver that draws K times on its way; with a seed it comes from the same generators,
+        after the noise. program: a built one by name or by step count; default the first. guidance: the scale, or
+        scales by branch; default the model's, 0 = none (that branch is not run).
+        conditioning: by name, see `voicehub-aot inspect`. Raises InputMismatch, NoBucketFits or ProgramNotBuilt.
+        """
+        self._turns.check()
+        if noise is None:
+            draws = 1 + len(self._program(program).noises)
+            noise, *later = self._draw(seed, lengths, conditioning, draws)
+            step_noise = torch.stack(later) if later else None
+        elif seed is not None:
+            raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
+        arguments = {**conditioning, **self._lengths_argument(lengths)}
+        with self._turns:
+            *_, last = self.trajectory(
+                noise=noise, step_noise=step_noise, program=program, guidance=guidance, **arguments
+            )
+        return last
+
+    def trajectory(
+        self,
+        *,
+        noise: torch.Tensor,
+        step_noise: torch.Tensor | None = None,
+        program: str | int | None = None,
+        guidance: Scale = None,
+        start: int = 0,
+        stop: int | None = None,
+        **request: Any,
+    ) -> Iterator[torch.Tensor]:
+        """The state after each step, cropped like `sample`'s result. request: conditioning, lengths, extents.
+
+        start, stop: run these steps of the program only, `noise` being the state before them: for a loop that changes
+        the request on its way. 0 <= start < stop <= the program's steps. Takes no turn: whoever iterates it decides
+        when it runs. Everything is checked at the call, before the first step.
+        """
+        self._turns.check()
+        chosen = self._program(program)
+        start, stop = self._span(chosen, start, stop)
+        scales = self._scales(guidance)
+        laid_out = self._reader.read(noise, request, self._fit, self._running(chosen, scales))
+        noise = laid_out.state.to(self.evaluator.dtype)
+        fresh = self._step_noise(chosen, step_noise, laid_out, noise)
+        velocity = self._velocity(laid_out, chosen, scales, noise)
+        return (laid_out.crop(state) for state in steps(chosen, velocity, noise, fresh, start, stop))
+
+    def _span(self, program: Program, start: Any, stop: Any) -> tuple[int, int]:
+        """The steps to run, checked."""
+        last = program.steps if stop is None else stop
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (start, last))
+        if not whole or not 0 <= start < last <= program.steps:
+            raise InputMismatch(
+                f"{self.name}: start={start!r}, stop={stop!r}, wanted whole numbers with "
+                f"0 <= start < stop <= {program.steps}, the steps of {program.name!r}"
+            )
+        return start, last
+
+    def _running(self, program: Program, scales: Mapping[str, float]) -> set[int]:
+        """Positions of the guidance branches that some step of the program evaluates."""
+        if self.spec.guidance is None:
+            return {0}
+        wanted = {i.against for i in program.instructions if isinstance(i, Evaluate)}
+        return {branch for against in wanted for branch in self.spec.guidance.taking_part(against, scales)}
+
+    def _step_noise(
+        self, program: Program, noise: torch.Tensor | None, request: Request, like: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The program's further noises, checked and laid out as the state is."""
+        wanted, got = len(program.noises), 0 if noise is None else len(noise)
+        if wanted != got:
+            raise InputMismatch(f"{self.name}: step_noise holds {got} draws, {program.name!r} needs {wanted}")
+        drawn = () if noise is None else noise.unbind(0)
+        return [self._reader.read_state(one, request).to(like.dtype) for one in drawn]
+
+    def evaluate(
+        self,
+        state: torch.Tensor,
+        time: float | torch.Tensor,
+        *,
+        extra_times: Mapping[str, float | torch.Tensor] | None = None,
+        packed: bool = False,
+        flags: Mapping[str, bool] | None = None,
+        guidance: Scale = None,
+        **request: Any,
+    ) -> torch.Tensor:
+        """One denoiser evaluation -> velocity [B, ...] of the conditional branch.
+
+        time: one of a built program's; per row if [B]. extra_times: of further time inputs, by name, alike. packed:
+        every guidance branch, packed [branches * B, ...]. guidance: combine the branches with these scales instead.
+        flags: set branch flags by hand.
+        """
+        self._turns.check()
+        given = {self.spec.time.name: time, **(extra_times or {})}
+        with self._turns:
+            branches = self._branches if packed or guidance is not None else 1
+            by_hand = [] if packed else [n for n, value in (flags or {}).items() if value]
+            laid_out = self._reader.read(state, request, self._fit, self._read_by(branches, by_hand))
+            clocks = self._clocks(given, laid_out.batch)
+            inputs = laid_out.packed(range(branches))
+            for name, value in (flags or {}).items() if not packed else ():
+                inputs[name] = torch.full_like(inputs[name], value)
+            whole = laid_out.state.repeat(branches, *(1,) * (laid_out.state.dim() - 1))
+            rows = clocks * (branches if len(clocks) > 1 else 1)
+            velocity = self._at_times(inputs, whole, rows, laid_out.sizes)
+            if guidance is not None and self.spec.guidance is not None:
+                velocity = EQUATIONS[self.spec.guidance.equation](velocity, tuple(self._scales(guidance).values()))
+            blocks = torch.split(velocity, laid_out.batch)
+            return torch.cat([laid_out.crop(block) for block in blocks])
+
+    def exposed(self, state: torch.Tensor, **request: Any) -> dict[str, torch.Tensor]:
+        """The region's request values (`spec.outputs[1:]`), packed over all branches, cropped to `state`'s sizes."""
+        self._turns.check()
+        program = next(iter(self.programs.values()))
+        with self._turns:
+            laid_out = self._reader.read(state, request, self._fit, range(self._branches))
+            inputs = laid_out.packed(range(self._branches))
+            whole = laid_out.state.repeat(self._branches, *(1,) * (laid_out.state.dim() - 1))
+            values = self.evaluator.prepare(inputs, program, laid_out.sizes).exposed(whole)
+            if self.spec.main_dim is None:
+                return values
+            frames = laid_out.given[self.spec.main_dim]
+            return {name: value.narrow(1, 0, frames) for name, value in values.items()}
+
+    def stepper(self, state: torch.Tensor, program: str, row: int, **request: Any) -> Callable[[], torch.Tensor]:
+        """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
+        self._turns.check()
+        laid_out = self._reader.read(state, request, self._fit, range(self._branches))
+        noise = laid_out.state.to(self.evaluator.dtype)
+        velocity = self._velocity(laid_out, self._program(program), self._scales(None), noise)
+        instructions = self._program(program).instructions
+        against = next(i.against for i in instructions if isinstance(i, Evaluate) and i.row == row)
+        return lambda: velocity(row, noise, against)
+
+    def engine_at(self, **sizes: int) -> str:
+        """Name of the engine that evaluates a request of these sizes, by dimension."""
+        return self.evaluator.engine_at({**sizes, **self._fit({BATCH: 1, **sizes})})
+
+    def denoiser(self) -> Denoiser:
+        """An nn.Module with upstream's call signature, to stand in upstream's own loop."""
+        return Denoiser(self)
+
+    @property
+    def _branches(self) -> int:
+        return len(self.spec.guidance.branches) if self.spec.guidance else 1
+
+    def _velocity(
+        self, request: Request, program: Program, scales: Mapping[str, float], like: torch.Tensor
+    ) -> Velocity:
+        """Prepares the branches that some step of the program evaluates, once."""
+        guidance = self.spec.guidance
+        if guidance is None:
+            single = self.evaluator.prepare(request.packed([0]), program, request.sizes)
+            return lambda row, state, _: single.velocity(row, state)
+        wanted = {i.against for i in program.instructions if isinstance(i, Evaluate)}
+        parts = {against: guidance.taking_part(against, scales) for against in wanted}
+        every = sorted({branch for part in parts.values() for branch in part})
+        prepared = self.evaluator.prepare(request.packed(every), program, request.sizes)
+        by_part = {
+            part: prepared
+            if list(part) == every
+            else prepared.blocks([every.index(branch) for branch in part], request.batch)
+            for part in parts.values()
+        }
+        values = [scales.get(branch.name, 0.0) for branch in guidance.branches]
+        packs = {a: Pack(by_part[part].velocity, tuple(values[b] for b in part[1:])) for a, part in parts.items()}
+        return guided(packs, guidance.equation, like)
+
+    def _at_times(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        state: torch.Tensor,
+        clocks: Sequence[Mapping[str, float]],
+        sizes: Mapping[str, int],
+    ) -> torch.Tensor:
+        """Velocity where rows may have different times: one evaluation per distinct clock, its rows kept."""
+        result: torch.Tensor | None = None
+        for clock in {tuple(clock.items()): clock for clock in clocks}.values():
+            program, row = self._locate(clock)
+            velocity = self.evaluator.prepare(inputs, program, sizes).velocity(row, state)
+            if len(clocks) == 1 or result is None:
+                result = velocity
+            else:
+                rows = torch.tensor([other == clock for other in clocks], device="cpu")
+                result[rows] = velocity[rows]
+        assert result is not None
+        return result
+
+    def _clocks(self, given: Mapping[str, Any], batch: int) -> list[dict[str, float]]:
+        """The value of every time input by name, for all rows at once or for each row. Raises InputMismatch."""
+        wanted = [i.name for i in self.spec.inputs if i.binding == "TIME"]
+        if set(given) != set(wanted):
+            further = sorted(set(wanted) - {self.spec.time.name})
+            raise InputMismatch(
+                f"{self.name}: extra_times has {sorted(set(given) - {self.spec.time.name})}, wanted {further}"
+            )
+        values = {}
+        for name in wanted:
+            found = numbers(given[name])
+            if found is None:
+                raise InputMismatch(
+                    f"{self.name}: {name}={given[name]!r:.80}, wanted finite numbers, one or one per row"
+                )
+            if len(found) not in (1, batch):
+                raise InputMismatch(f"{self.name}: {name} has {len(found)} values, wanted 1 or {batch}")
+            values[name] = found
+        count = max(map(len, values.values()))
+        return [{name: found[row % len(found)] for name, found in values.items()} for row in range(count)]
+
+    def _read_by(self, branches: int, by_hand: Sequence[str]) -> set[int]:
+        """Positions of the guidance branches whose inputs an evaluation reads: the first ones, or those set by hand."""
+        if self.spec.guidance is None:
+            return {0}
+        others = enumerate(self.spec.guidance.branches)
+        return {*range(branches), *(n for n, b in others if any(b.flags.get(flag) for flag in by_hand))}
+
+    def _locate(self, wanted: Mapping[str, float]) -> tuple[Program, int]:
+        """The table row for the values of the region's time inputs."""
+        time = wanted[self.spec.time.name]
+        if self.evaluator.any_time:
+            further = {name: [value] for name, value in wanted.items() if name != self.spec.time.name}
+            return probe([time], further), 0
+        best = min(
+            (
+                (
+                    max(abs(t - wanted[name]) for name, t in program.clock(row, self.spec.time.name).items()),
+                    program,
+                    row,
+                )
+                for program in self.programs.values()
+                for row in range(len(program.times))
+            ),
+            key=lambda found: found[0],
+        )
+        tolerance = TIME_TOLERANCE * max(1.0, abs(best[1].times[best[2]]))
+        if not best[0] <= tolerance:  # a time that is not a number is near nothing
+            raise ProgramNotBuilt(
+                f"{self.name}: time {time!r} is no evaluation time of the built programs {list(self.programs)} "
+                f"(nearest {best[1].times[best[2]]!r}); rebuild with the step count and schedule of your loop"
+            )
+        return best[1], best[2]
+
+    def _program(self, wanted: str | int | None) -> Program:
+        if wanted is None:
+            return next(iter(self.programs.values()))
+        matching = [p for p in self.programs.values() if wanted in (p.name, p.steps)]
+        if len(matching) != 1:
+            raise ProgramNotBuilt(
+                f"{self.name}: program {wanted!r} is {'ambiguous' if matching else 'not built'}; "
+                f"built are {list(self.programs)}; choose one, or rebuild with --steps"
+            )
+        return matching[0]
+
+    def _scales(self, guidance: Scale) -> dict[str, float]:
+        """The scale of each guidance branch."""
+        if self.spec.guidance is None:
+            if guidance is not None:
+                raise InputMismatch(f"{self.name}: guidance={guidance!r}, but this model has no guidance; leave it out")
+            return {}
+        try:
+            return self.spec.guidance.scales(guidance)
+        except UsageError as error:
+            raise InputMismatch(f"{self.name}: {error}") from error
+
+    def _lengths_argument(self, lengths: Sequence[int] | torch.Tensor | None) -> dict[str, Any]:
+        if lengths is None:
+            return {}
+        if self.spec.main is None:
+            raise InputMismatch(
+                f"{self.name}: lengths={lengths!r}, but rows of this model have no length; leave it out"
+            )
+        return {self.spec.main.length: lengths} if self.spec.main.length else {}
+
+    def _draw(
+        self,
+        seed: int | Sequence[int] | None,
+        lengths: Sequence[int] | torch.Tensor | None,
+        conditioning: Mapping[str, Any],
+        draws: int,
+    ) -> list[torch.Tensor]:
+        """`draws` times the state's noise; each row from its own generator, one draw after the other."""
+        item, main = self.spec.state, self.spec.main
+        if seed is None:
+            raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
+        if main is None or main.name not in item.shape:
+            rows = [t for t in conditioning.values() if isinstance(t, torch.Tensor) and t.dim()]
+            numbers = [0] * (len(rows[0]) if rows else 0)
+        else:
+            numbers = self._valid_lengths(lengths, main)
+        seeds = integers(seed) or []
+        if not isinstance(seed, Sequence) and len(seeds) == 1:
+            seeds = [seeds[0] + row for row in range(len(numbers))]
+        if len(seeds) != len(numbers) or not all(SEEDS[0] <= s <= SEEDS[1] for s in seeds):
+            raise InputMismatch(
+                f"{self.name}: seed={seed!r}, wanted one integer or {len(numbers)}, one per row, of 64 bits"
+            )
+        whole = [max(numbers, default=0) if isinstance(s, str) else s for s in item.shape[1:]]
+        drawn = [torch.zeros([len(numbers), *whole], dtype=torch.float32, device="cpu") for _ in range(draws)]
+        for row, (own, number) in enumerate(zip(seeds, numbers, strict=True)):
+            generator = torch.Generator("cpu").manual_seed(own)
+            size = [number if isinstance(s, str) else s for s in item.shape[1:]]
+            for noise in drawn:
+                place = tuple(slice(n) for n in size)
+                noise[row][place] = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+        return drawn
+
+    def _valid_lengths(self, lengths: Sequence[int] | torch.Tensor | None, dim: Dim) -> list[int]:
+        if lengths is None:
+            raise InputMismatch(f"{self.name}: a seed needs lengths, one per row")
+        numbers = integers(lengths)
+        if numbers is None:
+            raise InputMismatch(f"{self.name}: lengths={lengths!r}, wanted integers, one per row")
+        for number in numbers:
+            if not dim.min <= number <= dim.max:
+                raise InputMismatch(f"{self.name}: length {number}, wanted {dim.min} to {dim.max} {dim.name}")
+        return numbers
+
+    def _fit(self, given: Mapping[str, int]) -> dict[str, int]:
+        """Padded sizes: the bucket's for static engines, the ladder's or the request's own for a dynamic one.
+
+        Checks the promise.
+        """
+        sizes = {}
+        for axis in self.buckets.axes:
+            size = given[BATCH if axis == "batch" else axis]
+            largest = self.buckets.largest(axis)
+            if self.overflow == "run" and largest is not None and size > largest:
+                with self._count:
+                    self.overflowed += 1
+                log.info("%s: %s=%d runs beyond the largest promised bucket %d", self.name, axis, size, largest)
+                continue
+            bucket = self.buckets.pick(axis, size, self.name)
+            if self.shapes == "static" and axis != "batch":
+                sizes[axis] = bucket
+        for dim in self.spec.dims:
+            if not dim.min <= given[dim.name] <= dim.max:
+                raise NoBucketFits(f"{self.name}: {dim.name}={given[dim.name]}, wanted {dim.min} to {dim.max}")
+            sizes.setdefault(dim.name, self.ladder.fit(dim, given[dim.name]))
+        return sizes
