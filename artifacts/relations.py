@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from voicehub_aot.errors import UsageError
-from voicehub_aot.spec.bucket import BATCH as BATCH_AXIS, check_buckets
+from voicehub_aot.spec.bucket import BATCH_AXIS, check_buckets
 from voicehub_aot.spec.region import BATCH, EVALUATIONS, RegionSpec, TensorSpec
 
 if TYPE_CHECKING:

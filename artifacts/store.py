@@ -205,8 +205,11 @@ def _move_into_place(folder: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    (folder / MANIFEST).write_text(manifest.signed().model_dump_json(indent=2) + "\n", encoding="utf-8")
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Returns it as written, with its digest."""
+    signed = manifest.signed()
+    (folder / MANIFEST).write_text(signed.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return signed
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -336,6 +339,24 @@ def map_tensors(file: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="pt") as handle:
             return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors raises its own, and torch others for dtypes it lacks
+        raise ArtifactCorrupt(f"{file}: unreadable ({reason(error)}); rebuild the artifact") from error
+
+
+def tensor_places(file: Path) -> dict[str, tuple[int, int]]:
+    """(offset, length) in bytes of each tensor in a safetensors file. Format: 8 bytes of header size, JSON, data.
+
+    Raises ArtifactCorrupt for a header that is not one.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > min(LARGEST_DOCUMENT, file.stat().st_size):
+                raise ValueError(f"its header is said to have {size} bytes")
+            header = parse_json(stream.read(size))
+        header.pop("__metadata__", None)
+        ranges = {name: entry["data_offsets"] for name, entry in header.items()}
+        return {name: (8 + size + begin, end - begin) for name, (begin, end) in ranges.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ArtifactCorrupt(f"{file}: unreadable ({reason(error)}); rebuild the artifact") from error
 
 

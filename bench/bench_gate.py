@@ -30,11 +30,11 @@ from voicehub_aot import adapters  # noqa: E402
 from voicehub_aot.artifacts.report import Row  # noqa: E402
 from voicehub_aot.compiler import models  # noqa: E402
 from voicehub_aot.compiler.assemble import time_table  # noqa: E402
-from voicehub_aot.compiler.build import eager_runtime  # noqa: E402
 from voicehub_aot.compiler.export import export_region  # noqa: E402
 from voicehub_aot.compiler.split import split  # noqa: E402
 from voicehub_aot.proof import parity  # noqa: E402
 from voicehub_aot.proof.cases import Recording, load_recording, save_recording  # noqa: E402
+from voicehub_aot.runtime.eager import eager_runtime  # noqa: E402
 from voicehub_aot.runtime.evaluator import StagedEvaluator  # noqa: E402
 from voicehub_aot.runtime.runtime import Runtime  # noqa: E402
 from voicehub_aot.spec.bucket import Buckets  # noqa: E402

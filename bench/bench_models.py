@@ -34,7 +34,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from voicehub_aot.artifacts.manifest import Manifest
-    from voicehub_aot.compiler.assemble import Model
+    from voicehub_aot.compiler.models import Model
     from voicehub_aot.runtime.runtime import Runtime
     from voicehub_aot.spec.guidance import Guidance
     from voicehub_aot.spec.program import Program
@@ -143,12 +143,12 @@ class CachedPrepared:
 
 
 def eager_runtime(model: Model, program: Program, caches: bool) -> Runtime:
-    from voicehub_aot.compiler import build
+    from voicehub_aot.runtime import eager
     from voicehub_aot.runtime.runtime import Runtime
     from voicehub_aot.spec.bucket import Buckets
 
     if not caches:
-        return build.eager_runtime(model.region, [program], model.name)
+        return eager.eager_runtime(model.region, [program], model.name)
     evaluator: Any = CachedEager(model.region)
     return Runtime(model.region.spec, evaluator, {program.name: program}, Buckets(axes={}), name=model.name)
 

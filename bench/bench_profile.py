@@ -28,7 +28,7 @@ from torch import Tensor
 from voicehub_aot.compiler.flops import MATRIX_OPERATIONS
 
 if TYPE_CHECKING:
-    from voicehub_aot.compiler.assemble import Model
+    from voicehub_aot.compiler.models import Model
     from voicehub_aot.runtime.runtime import Runtime
 
 aten = torch.ops.aten

@@ -30,10 +30,10 @@ RATIO = 1.25  # of the weights
 
 def held(artifact: Path) -> dict[str, int]:
     """Bytes: rss, and resident as defined above."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     number = {key: 1024 * int(re.findall(rf"{key}:\s+(\d+)", status)[0]) for key in ("VmRSS", "RssAnon")}
     inside, mapped = False, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             inside = str(artifact.resolve()) in line
         elif inside and line.startswith(("Shared_Clean", "Private_Clean")):

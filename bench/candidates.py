@@ -221,7 +221,7 @@ def candidates_at(line: LineUp, frames: int, folder: Path) -> tuple[dict[str, Ca
 
     folder: for files that they map.
     """
-    from voicehub_aot.compiler.build import eager_runtime
+    from voicehub_aot.runtime.eager import eager_runtime
 
     subject = line.subject
     row = len(subject.programs[0].times) // 2

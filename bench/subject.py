@@ -13,7 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from voicehub_aot.artifacts.manifest import Manifest
-    from voicehub_aot.compiler.assemble import Model
+    from voicehub_aot.compiler.models import Model
     from voicehub_aot.runtime.runtime import Runtime
     from voicehub_aot.spec.program import Program
     from voicehub_aot.spec.region import RegionSpec

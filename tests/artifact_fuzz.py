@@ -1,4 +1,6 @@
-"""Artifacts changed at random, opened, and asked for a short request: what tests/artifacts/test_hostile.py runs in a child process.
+"""Artifacts changed at random, opened, and asked for a short request.
+
+tests/artifacts/test_hostile.py runs it in a child process:
 
     python artifact_fuzz.py FIRST LAST SCRATCH ARTIFACT...
 

@@ -12,15 +12,16 @@ from torch import nn
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import Checkpoint
-from voicehub_aot.compiler.assemble import Model
 from voicehub_aot.compiler.cache import cache_dir
 from voicehub_aot.compiler.compile import compile_all, install
 from voicehub_aot.compiler.export import export_region
 from voicehub_aot.compiler.jobs import plan_jobs
-from voicehub_aot.compiler.options import Options, Progress
+from voicehub_aot.compiler.models import Model
+from voicehub_aot.compiler.options import Options
 from voicehub_aot.compiler.split import split
 from voicehub_aot.engines import WEIGHTS, Source
 from voicehub_aot.kernels.attention import attention, key_bias
+from voicehub_aot.progress import Progress
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.guidance import Branch, Guidance
 from voicehub_aot.spec.region import Call, Dim, Input, Parameter, Region, RegionSpec

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from voicehub_aot import adapters
 from voicehub_aot.adapters import supertonic
 from voicehub_aot.adapters.supertonic import cases
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency, OptionUnsupported, UnknownModel, UsageError
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.golden import Case, read_case
 from voicehub_aot.spec.guidance import EQUATIONS

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from voicehub_aot import adapters
-from voicehub_aot.compiler import build
 from voicehub_aot.compiler.models import from_case
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.spec.golden import read_case
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -80,7 +80,7 @@ def test_a_request_in_upstreams_loop_ends_where_ours_does(bench, monkeypatch, na
 
     found = bench("reference").sample(subject.plain(), request, state, program.schedule)
 
-    ours = build.eager_runtime(subject.model.region, [program], name)
+    ours = eager_runtime(subject.model.region, [program], name)
     wanted = ours.sample(noise=state, program=program.name, **request)
     assert bench("subject").difference(found, wanted, state) < 1e-5
     assert bench("subject").difference(found, wanted + 0.1 * wanted.abs().max(), state) > 1e-3

@@ -8,13 +8,14 @@ import toy
 from torch import nn
 
 from voicehub_aot.artifacts.manifest import Checkpoint
-from voicehub_aot.compiler.assemble import Model
-from voicehub_aot.compiler.build import build, eager_runtime
+from voicehub_aot.compiler.build import build
 from voicehub_aot.compiler.export import export_region
+from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.compiler.split import split
 from voicehub_aot.errors import EngineUnavailable, InputMismatch, NoBucketFits, ProgramNotBuilt
 from voicehub_aot.proof.cases import plan
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.load import load
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.guidance import Branch, Guidance

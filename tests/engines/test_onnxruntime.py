@@ -12,6 +12,7 @@ import pytest
 import torch
 import toy
 
+from voicehub_aot.artifacts import store
 from voicehub_aot.compiler.build import build
 from voicehub_aot.compiler.export import example_inputs
 from voicehub_aot.compiler.options import Options
@@ -61,7 +62,7 @@ def test_a_graph_names_its_border_and_its_sizes(built, step):
 
 def test_weights_lie_in_the_one_file_and_nowhere_else(built, step):
     outside = {t.name for t in step.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL}
-    places = _onnx.tensor_places(built.folder / "weights.safetensors")
+    places = store.tensor_places(built.folder / "weights.safetensors")
     entries = {t.name: {e.key: e.value for e in t.external_data} for t in step.graph.initializer}
 
     assert outside == {c.name for c in built.entry(built.step).constants}

@@ -15,7 +15,7 @@ from oracle.upstream import load
 from torch import Tensor, nn
 
 from voicehub_aot.adapters import cosyvoice
-from voicehub_aot.compiler.build import eager_runtime
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.synthetic import synthetic_weights

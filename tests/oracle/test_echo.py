@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from voicehub_aot.adapters import echo
 from voicehub_aot.adapters._echo_irodoritts import sampling as rf_sampling
 from voicehub_aot.adapters.echo.net import Config, LatentEncoder
-from voicehub_aot.compiler.build import eager_runtime
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.synthetic import synthetic_weights

@@ -17,9 +17,10 @@ import voicehub_aot
 from voicehub_aot.adapters import f5tts
 from voicehub_aot.adapters.f5tts.checkpoint import PREFIX
 from voicehub_aot.compiler import models
-from voicehub_aot.compiler.build import build, eager_runtime
+from voicehub_aot.compiler.build import build
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.errors import ProgramNotBuilt
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import TIME_TOLERANCE, Runtime
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.program import Program

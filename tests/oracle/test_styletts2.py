@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from voicehub_aot.adapters import styletts2
 from voicehub_aot.adapters.styletts2.checkpoint import PREFIX
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.errors import NoBucketFits
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.synthetic import synthetic_weights

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 import voicehub_aot
 from voicehub_aot.adapters import supertonic
 from voicehub_aot.compiler import models
-from voicehub_aot.compiler.build import build, eager_runtime
+from voicehub_aot.compiler.build import build
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.errors import ProgramNotBuilt
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.golden import Case, read_case

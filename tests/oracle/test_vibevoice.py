@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from voicehub_aot.adapters import vibevoice
 from voicehub_aot.adapters.vibevoice.checkpoint import FIXED
 from voicehub_aot.adapters.vibevoice.net import PREFIX
-from voicehub_aot.compiler.build import eager_runtime
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.synthetic import synthetic_weights

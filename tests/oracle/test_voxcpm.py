@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from voicehub_aot.adapters import voxcpm
 from voicehub_aot.adapters.voxcpm.net import Config, rope_rows
-from voicehub_aot.compiler.build import eager_runtime
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.synthetic import synthetic_weights

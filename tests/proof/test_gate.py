@@ -10,8 +10,8 @@ import pytest
 import torch
 import toy
 
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.proof import noise, parity
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.spec.region import Region
 from voicehub_aot.spec.schedule import linear
 from voicehub_aot.spec.solver import euler, midpoint

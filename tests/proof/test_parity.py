@@ -5,10 +5,10 @@ import torch
 import toy
 
 from voicehub_aot.artifacts.report import ParityReport
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.errors import ArtifactCorrupt, StageFailed
 from voicehub_aot.proof import parity
 from voicehub_aot.proof.cases import RECORDING_TENSORS, Recording, draw, load_recording, plan, save_recording
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.spec.region import Region
 from voicehub_aot.spec.schedule import linear
 from voicehub_aot.spec.solver import euler

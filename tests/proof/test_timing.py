@@ -6,10 +6,10 @@ import time
 import pytest
 import toy
 
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.proof import timing
 from voicehub_aot.proof.cases import Recording, plan
 from voicehub_aot.proof.timing import MIN_ROUNDS, seconds_of_others, time_steps
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.spec.schedule import linear
 from voicehub_aot.spec.solver import euler
 

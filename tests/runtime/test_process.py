@@ -20,10 +20,10 @@ import torch
 
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.watch import Watch
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.compiler.models import resolve
 from voicehub_aot.engines import _memory, aoti
 from voicehub_aot.errors import ArtifactCorrupt, LoadError, OptionUnsupported, UsageError
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.load import load
 from voicehub_aot.runtime.runtime import Runtime
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from voicehub_aot.compiler.models import resolve
 from voicehub_aot.errors import InputMismatch
 from voicehub_aot.runtime.request import Request, RequestReader
+from voicehub_aot.spec.bucket import Buckets, Fit, Ladder
 
 ROWS, FRAMES, TOKENS = 2, 9, 5
 SPECS = {name: resolve(name, "tiny", "synthetic").region.spec for name in ("supertonic", "f5tts")}
@@ -35,14 +36,12 @@ def arguments(name: str) -> dict[str, Tensor]:
     return {"x": normal(ROWS, FRAMES, 20), "cond": normal(ROWS, FRAMES, 20), "text": text}
 
 
-def as_given(sizes: Mapping[str, int]) -> dict[str, int]:
-    return {}
-
-
-def read(name: str, given: Mapping[str, Any], fit: Callable[[Mapping[str, int]], dict[str, int]] = as_given) -> Request:
+def read(name: str, given: Mapping[str, Any], **buckets: int) -> Request:
+    """buckets: sizes to pad to; what is not named keeps its own size."""
     spec = SPECS[name]
     rest = {k: v for k, v in given.items() if k != spec.state.name}
-    return RequestReader(spec, name).read(given[spec.state.name], rest, fit)
+    fit = Fit(spec.dims, Buckets(axes={axis: (size,) for axis, size in buckets.items()}), name, Ladder(), static=True)
+    return RequestReader(spec, fit).read(given[spec.state.name], rest)
 
 
 def laid_out(request: Request) -> dict[str, Tensor]:
@@ -257,7 +256,7 @@ def test_one_row_expanded_is_that_row_repeated() -> None:
 def test_the_callers_tensors_are_neither_written_nor_kept(model: str) -> None:
     given = arguments(model)
     before = {k: v.clone() for k, v in given.items()}
-    request = read(model, given | {"lengths": [FRAMES, 1]}, lambda _: {"frames": 16})
+    request = read(model, given | {"lengths": [FRAMES, 1]}, frames=16)
     assert all(torch.equal(given[k], v) for k, v in before.items())
     for tensor in laid_out(request).values():
         tensor.zero_()
@@ -271,7 +270,7 @@ def test_the_callers_tensors_are_neither_written_nor_kept(model: str) -> None:
 def test_a_bucket_is_filled_with_the_runtimes_own_padding(model: str) -> None:
     spec = SPECS[model]
     given = arguments(model) | {"lengths": [FRAMES, 4]}
-    request = read(model, given, lambda _: {"frames": 16, "text": 8})
+    request = read(model, given, frames=16, text=8)
     state, axis = spec.state.name, spec.state.shape.index("frames")
     assert request.state.shape[axis] == 16
     assert torch.equal(request.state[0].narrow(axis - 1, 0, FRAMES), given[state][0])
@@ -299,7 +298,7 @@ def test_packed_rows_are_the_branches_one_after_the_other() -> None:
 
 def test_a_result_is_cropped_to_the_callers_size_and_zero_behind_each_row() -> None:
     given = arguments("supertonic") | {"lengths": [FRAMES, 4]}
-    request = read("supertonic", given, lambda _: {"frames": 16})
+    request = read("supertonic", given, frames=16)
     whole = torch.ones(ROWS, 12, 16)
     cropped = request.crop(whole)
     assert cropped.shape == given["noisy_latent"].shape

@@ -8,8 +8,8 @@ import torch
 import toy
 
 from voicehub_aot.compiler import models
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.errors import AotError, InputMismatch, UsageError
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.spec.schedule import linear
 from voicehub_aot.spec.solver import euler
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import voicehub_aot
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.compiler.models import resolve
 from voicehub_aot.errors import (
     EngineUnavailable,
@@ -29,6 +28,7 @@ from voicehub_aot.errors import (
     OptionUnsupported,
     ProgramNotBuilt,
 )
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.load import load
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.program import Evaluate, Program

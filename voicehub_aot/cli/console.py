@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from voicehub_aot.compiler.options import Progress
 from voicehub_aot.errors import AotError, InternalError, UsageError
+from voicehub_aot.progress import Progress
 
 INTERRUPTED = 130
 # click's base of everything wrong with arguments. Newer typer carries its own click, and exports one descendant of it.

@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from voicehub_aot.artifacts import store
-from voicehub_aot.compiler.build import eager_runtime
 from voicehub_aot.compiler.models import resolve
 from voicehub_aot.errors import GateFailed, InputMismatch, UsageError
 from voicehub_aot.proof import timing
 from voicehub_aot.proof.cases import Case, check_recording, draw, load_recording
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.load import load
 from voicehub_aot.runtime.runtime import Runtime
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from voicehub_aot import adapters, engines
 from voicehub_aot.compiler import models
-from voicehub_aot.compiler.assemble import Model
 from voicehub_aot.compiler.export import MAX_ROWS
 from voicehub_aot.compiler.jobs import MAX_EVALUATIONS
+from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
 from voicehub_aot.spec import bucket
@@ -138,10 +138,10 @@ def options(
         promised = bucket.Buckets(axes={spec.main.name: sizes})
     elif settings.buckets:
         texts = [settings.buckets] if isinstance(settings.buckets, str) else settings.buckets
-        axes = [*(d.name for d in spec.dims), bucket.BATCH]
-        promised = bucket.parse_buckets(texts, spec.main_dim or bucket.BATCH, axes)
+        axes = [*(d.name for d in spec.dims), bucket.BATCH_AXIS]
+        promised = bucket.parse_buckets(texts, spec.main_dim or bucket.BATCH_AXIS, axes)
     else:
-        limits = {bucket.BATCH: MAX_ROWS, **{d.name: d.max for d in spec.dims}}
+        limits = {bucket.BATCH_AXIS: MAX_ROWS, **{d.name: d.max for d in spec.dims}}
         within = {a: tuple(s for s in sizes if s <= limits[a]) for a, sizes in adapter.DEFAULT_BUCKETS.items()}
         promised = bucket.Buckets(axes={a: sizes for a, sizes in within.items() if sizes})
     bucket.check_buckets(promised, spec)

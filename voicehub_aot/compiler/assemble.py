@@ -7,35 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import voicehub_aot
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
-from voicehub_aot.artifacts.manifest import Checkpoint, EngineEntry, Manifest, StageReport, made_for
+from voicehub_aot.artifacts.manifest import EngineEntry, Manifest, StageReport, made_for
 from voicehub_aot.compiler.choose import Choice, label
 from voicehub_aot.compiler.compile import Compiled, install
 from voicehub_aot.compiler.flops import matrix_flops
 from voicehub_aot.compiler.jobs import example_sizes
 from voicehub_aot.compiler.ladder import choose_ladder
+from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.compiler.split import Staged
 from voicehub_aot.spec.bucket import Buckets, Ladder
 from voicehub_aot.spec.program import Program
-from voicehub_aot.spec.region import BATCH, Region
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is to be built: a region with its weights, and where they came from."""
-
-    name: str
-    config_name: str
-    config: Mapping[str, Any]
-    region: Region
-    checkpoint: Checkpoint
+from voicehub_aot.spec.region import BATCH
 
 
 @dataclass(frozen=True)
@@ -65,7 +54,10 @@ def time_table(staged: Staged, program: Program) -> dict[str, torch.Tensor]:
 
 
 def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: Choice | None = None) -> Manifest:
-    """Fill `folder`, which is empty: weights, programs, engines, manifest. choice: keep only what it serves."""
+    """Fill `folder`, which is empty: weights, programs, engines. choice: keep only what it serves.
+
+    Returns the manifest over these files, which is yet to be written.
+    """
     options = parts.options
     kept = [(item, serves) for item in compiled if (serves := _serves(item, choice)) is not None]
     reads = [item.reads_weight_file(options.weights) for item, _ in kept]
@@ -84,7 +76,7 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
         path = folder / store.PROGRAMS / f"{program.name}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(program.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    manifest = Manifest(
+    return Manifest(
         created_by=f"voicehub-aot {voicehub_aot.__version__}",
         model=parts.model.name,
         config_name=parts.model.config_name,
@@ -103,8 +95,6 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
         programs=tuple(p.name for p in options.programs),
         files=store.list_files(folder),
     )
-    store.write_manifest(folder, manifest)
-    return manifest.signed()
 
 
 def _ladder(parts: Parts, entries: Sequence[EngineEntry]) -> Ladder:
@@ -114,13 +104,6 @@ def _ladder(parts: Parts, entries: Sequence[EngineEntry]) -> Ladder:
     if options.shapes == "static":
         return Ladder()
     return choose_ladder(parts.staged, options.buckets, parts.symbols, kept)
-
-
-def sign_again(folder: Path, manifest: Manifest) -> Manifest:
-    """The manifest over the files that `folder` has by now."""
-    manifest = manifest.model_copy(update={"files": store.list_files(folder)})
-    store.write_manifest(folder, manifest)
-    return manifest.signed()
 
 
 def _serves(item: Compiled, choice: Choice | None) -> tuple[dict[str, int], ...] | None:

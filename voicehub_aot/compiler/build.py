@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,13 +16,14 @@ from voicehub_aot import engines
 from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.compiler import fuse
-from voicehub_aot.compiler.assemble import Model, Parts, assemble, sign_again
+from voicehub_aot.compiler.assemble import Parts, assemble
 from voicehub_aot.compiler.cache import cache_dir
 from voicehub_aot.compiler.choose import EAGER, choose, label, noise
 from voicehub_aot.compiler.compile import Compiled, compile_all
 from voicehub_aot.compiler.export import MAX_ROWS, export_region
 from voicehub_aot.compiler.jobs import plan_jobs, size_spans
-from voicehub_aot.compiler.options import Options, Progress
+from voicehub_aot.compiler.models import Model
+from voicehub_aot.compiler.options import Options
 from voicehub_aot.compiler.split import Staged, StagingError, split
 from voicehub_aot.engines import toolchain
 from voicehub_aot.errors import (
@@ -36,14 +35,14 @@ from voicehub_aot.errors import (
     Unsupported,
     UsageError,
 )
+from voicehub_aot.progress import Progress
 from voicehub_aot.proof import parity, timing
 from voicehub_aot.proof.cases import Recording, plan, save_recording
 from voicehub_aot.proof.verify import report_of
-from voicehub_aot.runtime.eager import EagerEvaluator
-from voicehub_aot.runtime.load import load
+from voicehub_aot.runtime.eager import eager_runtime
+from voicehub_aot.runtime.load import open_artifact
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.bucket import Buckets, waste
-from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.region import Region
 
 log = logging.getLogger(__name__)
@@ -51,12 +50,6 @@ log = logging.getLogger(__name__)
 CANDIDATES = "candidates"  # folder of an artifact with every candidate, while they are timed
 TIMING_SECONDS = 4.0  # per bucket
 PAUSE_SECONDS = 0.06  # before a timed call: what an engine left spinning slows the next one
-
-
-def config_values(config: Any) -> dict[str, Any]:
-    """An adapter's config dataclass as JSON values."""
-    values = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
-    return json.loads(json.dumps(values))  # type: ignore[no-any-return]
 
 
 def build(
@@ -82,8 +75,10 @@ def build(
         compiled, left_out = _compile(parts, cache, start, progress)
         left_out = {**unable, **left_out}
         if not options.parity and not options.auto:
-            return assemble(parts, compiled, folder, options.choice)
-        return _Proof(parts, compiled, left_out, start, progress).finish(folder, output)
+            manifest = assemble(parts, compiled, folder, options.choice)
+        else:
+            manifest = _Proof(parts, compiled, left_out, start, progress).finish(folder, output)
+        return store.write_manifest(folder, manifest)
 
 
 def able(options: Options, cache: Path, output: Path, progress: Progress) -> tuple[Options, dict[str, str]]:
@@ -154,7 +149,10 @@ class _Proof:
     progress: Progress
 
     def finish(self, folder: Path, output: Path) -> Manifest:
-        """Check and time what was built; with `auto`, keep what is fastest. Writes the reports, if there is parity."""
+        """Check and time what was built; with `auto`, keep what is fastest. Writes the reports, if there is parity.
+
+        Returns the manifest, which is yet to be written.
+        """
         options, model = self.parts.options, self.parts.model
         eager = eager_runtime(model.region, options.programs, model.name)
         recording = self._record(eager)
@@ -173,7 +171,7 @@ class _Proof:
         write_reports(report, folder / store.PARITY)
         if not report:
             raise _failed(report, folder, output)
-        return sign_again(folder, manifest)
+        return manifest.model_copy(update={"files": store.list_files(folder)})
 
     def _check_speed(self, times: Sequence[timing.StepTime], manifest: Manifest) -> None:
         """GateFailed for a bucket whose fastest serving engine is below the speed-up that was asked for."""
@@ -206,7 +204,7 @@ class _Proof:
         self.progress.stage("check every engine, bucket and program")
         rows = [staged_row(self.parts.staged)]
         for engine in (None,) if manifest.mixed else manifest.engine_names:
-            rows += parity.check(load(folder, engine=engine), recording, self.progress.case)
+            rows += parity.check(open_artifact(folder, manifest, engine=engine), recording, self.progress.case)
         return rows
 
     def _time(self, folder: Path, manifest: Manifest, eager: Runtime, recording: Recording) -> list[timing.StepTime]:
@@ -214,7 +212,7 @@ class _Proof:
         if manifest.mixed:
             return []
         self.progress.stage("time engines and eager")
-        runtimes = {name: load(folder, engine=name) for name in manifest.engine_names}
+        runtimes = {name: open_artifact(folder, manifest, engine=name) for name in manifest.engine_names}
         left = self.parts.options.engine_budget - (time.perf_counter() - self.start)
         seconds = max(0.0, min(TIMING_SECONDS, left / len(recording.cases)))
         times = timing.time_steps({EAGER: eager, **runtimes}, recording, seconds, PAUSE_SECONDS)
@@ -320,12 +318,3 @@ def write_reports(report: reports.ParityReport, folder: Path) -> None:
     except MissingDependency as error:
         log.warning("no report.html: %s", error)
     store.write_whole(contents)
-
-
-def eager_runtime(
-    region: Region, programs: Iterable[Program], name: str, dtype: torch.dtype = torch.float32
-) -> Runtime:
-    """The region's own module behind the runtime's interface: no buckets, any time."""
-    return Runtime(
-        region.spec, EagerEvaluator(region, dtype), {p.name: p for p in programs}, Buckets(axes={}), name=name
-    )

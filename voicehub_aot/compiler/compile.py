@@ -19,9 +19,10 @@ from voicehub_aot.artifacts.manifest import EngineEntry
 from voicehub_aot.compiler.cache import cached_engine, compile_into_cache, engine_payload, payload_key
 from voicehub_aot.compiler.export import export_program, named_dims
 from voicehub_aot.compiler.jobs import MAX_EVALUATIONS, Job, dynamic_axes, size_spans
-from voicehub_aot.compiler.options import Options, Progress
+from voicehub_aot.compiler.options import Options
 from voicehub_aot.engines import StageCode, toolchain
 from voicehub_aot.errors import EngineUnavailable, VersionUnsupported
+from voicehub_aot.progress import Progress
 from voicehub_aot.spec.region import RegionSpec, TensorSpec
 from voicehub_aot.spec.target import Target, usable_threads
 

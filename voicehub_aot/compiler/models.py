@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,35 @@ import torch
 
 from voicehub_aot import adapters
 from voicehub_aot.artifacts.manifest import Checkpoint
-from voicehub_aot.compiler.assemble import Model
-from voicehub_aot.compiler.build import config_values
 from voicehub_aot.compiler.cache import weights_digest
 from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
 from voicehub_aot.spec.checkpoint import Reading, locate
 from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.region import Region
 from voicehub_aot.spec.synthetic import synthetic_weights
 
 log = logging.getLogger(__name__)
 
 SYNTHETIC = "synthetic"
 MAX_STEPS = 4096  # of a program; no schedule of a released model has more
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is to be built: a region with its weights, and where they came from."""
+
+    name: str
+    config_name: str
+    config: Mapping[str, Any]
+    region: Region
+    checkpoint: Checkpoint
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """An adapter's config dataclass as JSON values."""
+    values = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
+    return json.loads(json.dumps(values))  # type: ignore[no-any-return]
 
 
 def resolve(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from voicehub_aot.errors import InternalError
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.target import Target
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,16 +52,3 @@ class Options:
         if self.weights_mode == "auto":
             raise InternalError("the weights mode was not decided yet")
         return self.weights_mode
-
-
-class Progress:
-    """What a build tells while it runs; the command line overrides it. This one only logs."""
-
-    def stage(self, text: str) -> None:
-        log.info("%s", text)
-
-    def engine(self, name: str, state: str, seconds: float = 0.0) -> None:
-        log.info("engine %s: %s (%.1f s)", name, state, seconds)
-
-    def case(self, name: str) -> None:
-        log.debug("parity case %s", name)

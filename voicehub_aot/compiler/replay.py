@@ -11,13 +11,14 @@ from typing import Literal
 import torch
 
 from voicehub_aot import adapters
-from voicehub_aot.compiler.assemble import Model
-from voicehub_aot.compiler.build import build, eager_runtime
-from voicehub_aot.compiler.models import from_case
-from voicehub_aot.compiler.options import Options, Progress
+from voicehub_aot.compiler.build import build
+from voicehub_aot.compiler.models import Model, from_case
+from voicehub_aot.compiler.options import Options
 from voicehub_aot.engines import ENGINES
 from voicehub_aot.errors import EngineUnavailable, UsageError
+from voicehub_aot.progress import Progress
 from voicehub_aot.runtime import eager
+from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.load import load
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.bucket import Buckets

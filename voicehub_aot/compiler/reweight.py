@@ -16,8 +16,9 @@ from voicehub_aot.artifacts.reading import read_bytes, reason
 from voicehub_aot.compiler.build import build
 from voicehub_aot.compiler.choose import Choice
 from voicehub_aot.compiler.models import resolve
-from voicehub_aot.compiler.options import Options, Progress
+from voicehub_aot.compiler.options import Options
 from voicehub_aot.errors import ArtifactCorrupt, OptionUnsupported
+from voicehub_aot.progress import Progress
 
 
 def reweight(

@@ -18,7 +18,6 @@ from typing import Any
 
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry, Manifest
-from voicehub_aot.engines._onnx import tensor_places
 from voicehub_aot.errors import EngineUnavailable, OptionUnsupported, UsageError
 from voicehub_aot.spec.guidance import NO_OP
 from voicehub_aot.spec.program import Program
@@ -78,7 +77,7 @@ def _write_onnx_dir(artifact: Path, manifest: Manifest, folder: Path) -> None:
     tensors = store.map_tensors(folder / store.WEIGHTS)
     for program in programs.values():
         store.time_table(program, manifest, tensors)
-    described = describe(manifest, entries, programs, tensor_places(folder / store.WEIGHTS))
+    described = describe(manifest, entries, programs, store.tensor_places(folder / store.WEIGHTS))
     described["files"] = {name: entry.model_dump() for name, entry in store.list_files(folder).items()}
     (folder / BUNDLE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from voicehub_aot.artifacts.reading import parse_json, reason
+from voicehub_aot.artifacts import store
 from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, code_digest
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, MissingDependency
 from voicehub_aot.spec.target import Target
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 FORMAT = "onnx"
 OPSET = 23  # the first one with attention as an operator
 MODEL = "stage.onnx"
-LARGEST_HEADER = 64 * 2**20  # bytes that a weight file's header may have
 FOLD_AT_MOST = 8192  # elements of a computed constant: shapes and index tables, no weights
 
 TENSOR_NAMES = {"float32": 1, "int64": 7, "bool": 9}  # onnx.TensorProto.DataType
@@ -109,7 +108,7 @@ def place(compiled: Path, root: Path, name: str) -> str:
 
     source = compiled / MODEL if compiled.is_dir() else compiled
     proto = onnx.load(source, load_external_data=False)
-    places = tensor_places(root / WEIGHTS)
+    places = store.tensor_places(root / WEIGHTS)
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             offset, length = places[tensor.name]
@@ -120,24 +119,6 @@ def place(compiled: Path, root: Path, name: str) -> str:
     onnx.save(proto, root / path)
     onnx.checker.check_model(root / path)
     return path
-
-
-def tensor_places(file: Path) -> dict[str, tuple[int, int]]:
-    """(offset, length) in bytes of each tensor in a safetensors file. Format: 8 bytes of header size, JSON, data.
-
-    Raises ArtifactCorrupt for a header that is not one.
-    """
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > min(LARGEST_HEADER, file.stat().st_size):
-                raise ValueError(f"its header is said to have {size} bytes")
-            header = parse_json(stream.read(size))
-        header.pop("__metadata__", None)
-        ranges = {name: entry["data_offsets"] for name, entry in header.items()}
-        return {name: (8 + size + begin, end - begin) for name, (begin, end) in ranges.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ArtifactCorrupt(f"{file}: unreadable ({reason(error)}); rebuild the artifact") from error
 
 
 def check_border(source: Source, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:

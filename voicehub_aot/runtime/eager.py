@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.region import Region, row_blocks
 
@@ -56,3 +58,12 @@ class EagerPrepared:
     def blocks(self, wanted: Sequence[int], rows: int) -> EagerPrepared:
         kept = row_blocks(wanted, rows)
         return EagerPrepared(self.evaluator, {n: t.index_select(0, kept) for n, t in self.inputs.items()}, self.program)
+
+
+def eager_runtime(
+    region: Region, programs: Iterable[Program], name: str, dtype: torch.dtype = torch.float32
+) -> Runtime:
+    """The region's own module behind the runtime's interface: no buckets, any time."""
+    return Runtime(
+        region.spec, EagerEvaluator(region, dtype), {p.name: p for p in programs}, Buckets(axes={}), name=name
+    )

@@ -31,7 +31,8 @@ from voicehub_aot.errors import (
 from voicehub_aot.runtime import forks
 from voicehub_aot.runtime.evaluator import StagedEvaluator
 from voicehub_aot.runtime.heap import HeapTrim
-from voicehub_aot.runtime.runtime import Overflow, Runtime
+from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import Overflow
 from voicehub_aot.spec.target import check_target, torch_minor, usable_threads
 
 
@@ -58,7 +59,16 @@ def load(
         manifest = store.read_manifest(Path(path))
         reopen = partial(_load_again, str(Path(path).absolute()), manifest.digest, device, options)
         with torch.inference_mode(False):  # a runtime outlives the mode it was loaded in
-            return _open_runtime(Path(path), manifest, device, threads, engine, overflow, concurrency, reopen)
+            return open_artifact(
+                Path(path),
+                manifest,
+                device=device,
+                threads=threads,
+                engine=engine,
+                overflow=overflow,
+                concurrency=concurrency,
+                reopen=reopen,
+            )
     except (OSError, RuntimeError, LoadError) as error:
         if _ran_out_of_descriptors(error):
             raise LoadError(
@@ -86,16 +96,21 @@ def _ran_out_of_descriptors(error: BaseException) -> bool:
     return False
 
 
-def _open_runtime(
+def open_artifact(
     root: Path,
     manifest: Manifest,
-    device: str,
-    threads: int | None,
-    engine: str | None,
-    overflow: Overflow,
-    concurrency: int,
-    reopen: Callable[[], Runtime],
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    engine: str | None = None,
+    overflow: Overflow = "error",
+    concurrency: int = 1,
+    reopen: Callable[[], Runtime] | None = None,
 ) -> Runtime:
+    """`load` for a manifest at hand: one just read, or one that a build has yet to write.
+
+    reopen: what unpickling the runtime calls; without it the runtime cannot be pickled.
+    """
     where = str(root)
     if device != "cpu":
         raise OptionUnsupported(f"{where}: device {device!r}; this artifact was built for {manifest.target.name}")

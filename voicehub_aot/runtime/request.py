@@ -15,7 +15,10 @@ from typing import Any, SupportsFloat
 import torch
 
 from voicehub_aot.errors import InputMismatch
-from voicehub_aot.spec.region import BATCH, Input, RegionSpec
+from voicehub_aot.spec.bucket import Fit
+from voicehub_aot.spec.region import BATCH, Dim, Input, RegionSpec
+
+SEEDS = (-(2**63), 2**64 - 1)  # what torch's generators take
 
 
 @dataclass(frozen=True)
@@ -104,21 +107,19 @@ def numbers(value: Any) -> list[float] | None:
 class RequestReader:
     """Turns a caller's arguments into a `Request` for one region."""
 
-    def __init__(self, spec: RegionSpec, where: str) -> None:
-        self.spec, self.where = spec, where
+    def __init__(self, spec: RegionSpec, fit: Fit) -> None:
+        self.spec, self.fit, self.where = spec, fit, fit.where
 
-    def read(
-        self, state: torch.Tensor, arguments: Mapping[str, Any], fit: Any, branches: Collection[int] = ()
-    ) -> Request:
+    def read(self, state: torch.Tensor, arguments: Mapping[str, Any], branches: Collection[int] = ()) -> Request:
         """state: [B, ...] noise or latent. arguments: conditioning, lengths and extents by name.
 
-        fit(given sizes) -> the padded sizes to run at. branches: positions of the guidance branches that will run;
-        what only others read may be left out. Raises InputMismatch naming the argument, what came and what is wanted.
+        branches: positions of the guidance branches that will run; what only others read may be left out. Raises
+        InputMismatch naming the argument, what came and what is wanted, and NoBucketFits.
         """
         conditioning = self._conditioning(arguments, branches)
         given = self._sizes({self.spec.state.name: state, **conditioning})
         conditioning = {i.name: conditioning.get(i.name, _left_out(i, given)) for i in self.spec.conditioning}
-        sizes = {**given, **fit(given)}
+        sizes = {**given, **self.fit.sizes(given)}
         lengths, extents = self._lengths(arguments, given)
         inputs = {}
         for item in self.spec.request:
@@ -139,6 +140,59 @@ class RequestReader:
                 f"others have {wrong[0]}={request.given[wrong[0]]}"
             )
         return self._lay_out(self.spec.state, state, request.given, request.sizes, request.extents)
+
+    def lengths_argument(self, lengths: Sequence[int] | torch.Tensor | None) -> dict[str, Any]:
+        if lengths is None:
+            return {}
+        if self.spec.main is None:
+            raise InputMismatch(
+                f"{self.where}: lengths={lengths!r}, but rows of this model have no length; leave it out"
+            )
+        return {self.spec.main.length: lengths} if self.spec.main.length else {}
+
+    def draw(
+        self,
+        seed: int | Sequence[int] | None,
+        lengths: Sequence[int] | torch.Tensor | None,
+        conditioning: Mapping[str, Any],
+        draws: int,
+    ) -> list[torch.Tensor]:
+        """`draws` times the state's noise; each row from its own generator, one draw after the other."""
+        item, main = self.spec.state, self.spec.main
+        if seed is None:
+            raise InputMismatch(f"{self.where}: give either noise or a seed with lengths")
+        if main is None or main.name not in item.shape:
+            rows = [t for t in conditioning.values() if isinstance(t, torch.Tensor) and t.dim()]
+            numbers = [0] * (len(rows[0]) if rows else 0)
+        else:
+            numbers = self._valid_lengths(lengths, main)
+        seeds = integers(seed) or []
+        if not isinstance(seed, Sequence) and len(seeds) == 1:
+            seeds = [seeds[0] + row for row in range(len(numbers))]
+        if len(seeds) != len(numbers) or not all(SEEDS[0] <= s <= SEEDS[1] for s in seeds):
+            raise InputMismatch(
+                f"{self.where}: seed={seed!r}, wanted one integer or {len(numbers)}, one per row, of 64 bits"
+            )
+        whole = [max(numbers, default=0) if isinstance(s, str) else s for s in item.shape[1:]]
+        drawn = [torch.zeros([len(numbers), *whole], dtype=torch.float32, device="cpu") for _ in range(draws)]
+        for row, (own, number) in enumerate(zip(seeds, numbers, strict=True)):
+            generator = torch.Generator("cpu").manual_seed(own)
+            size = [number if isinstance(s, str) else s for s in item.shape[1:]]
+            for noise in drawn:
+                place = tuple(slice(n) for n in size)
+                noise[row][place] = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+        return drawn
+
+    def _valid_lengths(self, lengths: Sequence[int] | torch.Tensor | None, dim: Dim) -> list[int]:
+        if lengths is None:
+            raise InputMismatch(f"{self.where}: a seed needs lengths, one per row")
+        numbers = integers(lengths)
+        if numbers is None:
+            raise InputMismatch(f"{self.where}: lengths={lengths!r}, wanted integers, one per row")
+        for number in numbers:
+            if not dim.min <= number <= dim.max:
+                raise InputMismatch(f"{self.where}: length {number}, wanted {dim.min} to {dim.max} {dim.name}")
+        return numbers
 
     def _conditioning(self, arguments: Mapping[str, Any], branches: Collection[int]) -> dict[str, torch.Tensor]:
         guidance = self.spec.guidance

@@ -1,34 +1,32 @@
-"""Runs a built model; loading.py opens one.
+"""Runs a built model; load.py opens one.
 
-A request is: check and lay out (request.py), prepare once, then the program's loop (sampler.py) over the step engine.
+A request is: check and lay out (request.py), prepare once, then the program's loop (loop.py) over the step engine.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
 from voicehub_aot.artifacts.manifest import Manifest
-from voicehub_aot.errors import InputMismatch, NoBucketFits, OptionUnsupported, ProgramNotBuilt, UsageError
+from voicehub_aot.errors import InputMismatch, OptionUnsupported, ProgramNotBuilt, UsageError
 from voicehub_aot.runtime.denoiser import Denoiser
 from voicehub_aot.runtime.evaluator import Evaluator
 from voicehub_aot.runtime.forks import Turns
 from voicehub_aot.runtime.loop import Pack, Velocity, guided, steps
-from voicehub_aot.runtime.request import Request, RequestReader, integers, numbers
-from voicehub_aot.spec.bucket import Buckets, Ladder
+from voicehub_aot.runtime.moments import Moments
+from voicehub_aot.runtime.request import Request, RequestReader
+from voicehub_aot.spec.bucket import Buckets, Fit, Ladder, Overflow
 from voicehub_aot.spec.guidance import EQUATIONS
-from voicehub_aot.spec.program import Evaluate, Program, probe
-from voicehub_aot.spec.region import BATCH, Dim, RegionSpec
+from voicehub_aot.spec.program import Evaluate, Program
+from voicehub_aot.spec.region import BATCH, RegionSpec
 
 log = logging.getLogger(__name__)
 
-TIME_TOLERANCE = 1e-6  # a time this close to a table row's, relatively above 1, is that row's: grids are float32
-SEEDS = (-(2**63), 2**64 - 1)  # what torch's generators take
-Overflow = Literal["error", "run"]
 Scale = float | Mapping[str, float] | None  # of guidance: for all branches, by branch, or the model's own
 
 
@@ -63,7 +61,9 @@ class Runtime:
         self.buckets, self.shapes, self.overflow, self.name = buckets, shapes, overflow, name
         self.manifest, self.ladder = manifest, ladder or Ladder()
         self.overflowed = 0  # requests over the largest promised bucket that ran all the same
-        self._reader = RequestReader(spec, name)
+        self._fit = Fit(spec.dims, buckets, name, self.ladder, shapes == "static", overflow)
+        self._reader = RequestReader(spec, self._fit)
+        self._moments = Moments(spec, evaluator, self.programs, name)
         self._reopen = reopen
         self._turns = Turns(concurrency, threads, name)
         self._count = threading.Lock()
@@ -107,11 +107,11 @@ class Runtime:
         self._turns.check()
         if noise is None:
             draws = 1 + len(self._program(program).noises)
-            noise, *later = self._draw(seed, lengths, conditioning, draws)
+            noise, *later = self._reader.draw(seed, lengths, conditioning, draws)
             step_noise = torch.stack(later) if later else None
         elif seed is not None:
             raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
-        arguments = {**conditioning, **self._lengths_argument(lengths)}
+        arguments = {**conditioning, **self._reader.lengths_argument(lengths)}
         with self._turns:
             *_, last = self.trajectory(
                 noise=noise, step_noise=step_noise, program=program, guidance=guidance, **arguments
@@ -139,7 +139,7 @@ class Runtime:
         chosen = self._program(program)
         start, stop = self._span(chosen, start, stop)
         scales = self._scales(guidance)
-        laid_out = self._reader.read(noise, request, self._fit, self._running(chosen, scales))
+        laid_out = self._read(noise, request, self._running(chosen, scales))
         noise = laid_out.state.to(self.evaluator.dtype)
         fresh = self._step_noise(chosen, step_noise, laid_out, noise)
         velocity = self._velocity(laid_out, chosen, scales, noise)
@@ -195,14 +195,14 @@ class Runtime:
         with self._turns:
             branches = self._branches if packed or guidance is not None else 1
             by_hand = [] if packed else [n for n, value in (flags or {}).items() if value]
-            laid_out = self._reader.read(state, request, self._fit, self._read_by(branches, by_hand))
-            clocks = self._clocks(given, laid_out.batch)
+            laid_out = self._read(state, request, self._read_by(branches, by_hand))
+            clocks = self._moments.clocks(given, laid_out.batch)
             inputs = laid_out.packed(range(branches))
             for name, value in (flags or {}).items() if not packed else ():
                 inputs[name] = torch.full_like(inputs[name], value)
             whole = laid_out.state.repeat(branches, *(1,) * (laid_out.state.dim() - 1))
             rows = clocks * (branches if len(clocks) > 1 else 1)
-            velocity = self._at_times(inputs, whole, rows, laid_out.sizes)
+            velocity = self._moments.velocity(inputs, whole, rows, laid_out.sizes)
             if guidance is not None and self.spec.guidance is not None:
                 velocity = EQUATIONS[self.spec.guidance.equation](velocity, tuple(self._scales(guidance).values()))
             blocks = torch.split(velocity, laid_out.batch)
@@ -213,7 +213,7 @@ class Runtime:
         self._turns.check()
         program = next(iter(self.programs.values()))
         with self._turns:
-            laid_out = self._reader.read(state, request, self._fit, range(self._branches))
+            laid_out = self._read(state, request, range(self._branches))
             inputs = laid_out.packed(range(self._branches))
             whole = laid_out.state.repeat(self._branches, *(1,) * (laid_out.state.dim() - 1))
             values = self.evaluator.prepare(inputs, program, laid_out.sizes).exposed(whole)
@@ -225,7 +225,7 @@ class Runtime:
     def stepper(self, state: torch.Tensor, program: str, row: int, **request: Any) -> Callable[[], torch.Tensor]:
         """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
         self._turns.check()
-        laid_out = self._reader.read(state, request, self._fit, range(self._branches))
+        laid_out = self._read(state, request, range(self._branches))
         noise = laid_out.state.to(self.evaluator.dtype)
         velocity = self._velocity(laid_out, self._program(program), self._scales(None), noise)
         instructions = self._program(program).instructions
@@ -234,11 +234,21 @@ class Runtime:
 
     def engine_at(self, **sizes: int) -> str:
         """Name of the engine that evaluates a request of these sizes, by dimension."""
-        return self.evaluator.engine_at({**sizes, **self._fit({BATCH: 1, **sizes})})
+        return self.evaluator.engine_at({**sizes, **self._fit.sizes({BATCH: 1, **sizes})})
 
     def denoiser(self) -> Denoiser:
         """An nn.Module with upstream's call signature, to stand in upstream's own loop."""
         return Denoiser(self)
+
+    def _read(self, state: torch.Tensor, request: Mapping[str, Any], branches: Collection[int]) -> Request:
+        """The request laid out. Sizes over the largest promised bucket, where they may run, are counted."""
+        laid_out = self._reader.read(state, request, branches)
+        for axis, size in self._fit.beyond(laid_out.given).items():
+            with self._count:
+                self.overflowed += 1
+            largest = self.buckets.largest(axis)
+            log.info("%s: %s=%d runs beyond the largest promised bucket %d", self.name, axis, size, largest)
+        return laid_out
 
     @property
     def _branches(self) -> int:
@@ -266,79 +276,12 @@ class Runtime:
         packs = {a: Pack(by_part[part].velocity, tuple(values[b] for b in part[1:])) for a, part in parts.items()}
         return guided(packs, guidance.equation, like)
 
-    def _at_times(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        state: torch.Tensor,
-        clocks: Sequence[Mapping[str, float]],
-        sizes: Mapping[str, int],
-    ) -> torch.Tensor:
-        """Velocity where rows may have different times: one evaluation per distinct clock, its rows kept."""
-        result: torch.Tensor | None = None
-        for clock in {tuple(clock.items()): clock for clock in clocks}.values():
-            program, row = self._locate(clock)
-            velocity = self.evaluator.prepare(inputs, program, sizes).velocity(row, state)
-            if len(clocks) == 1 or result is None:
-                result = velocity
-            else:
-                rows = torch.tensor([other == clock for other in clocks], device="cpu")
-                result[rows] = velocity[rows]
-        assert result is not None
-        return result
-
-    def _clocks(self, given: Mapping[str, Any], batch: int) -> list[dict[str, float]]:
-        """The value of every time input by name, for all rows at once or for each row. Raises InputMismatch."""
-        wanted = [i.name for i in self.spec.inputs if i.binding == "TIME"]
-        if set(given) != set(wanted):
-            further = sorted(set(wanted) - {self.spec.time.name})
-            raise InputMismatch(
-                f"{self.name}: extra_times has {sorted(set(given) - {self.spec.time.name})}, wanted {further}"
-            )
-        values = {}
-        for name in wanted:
-            found = numbers(given[name])
-            if found is None:
-                raise InputMismatch(
-                    f"{self.name}: {name}={given[name]!r:.80}, wanted finite numbers, one or one per row"
-                )
-            if len(found) not in (1, batch):
-                raise InputMismatch(f"{self.name}: {name} has {len(found)} values, wanted 1 or {batch}")
-            values[name] = found
-        count = max(map(len, values.values()))
-        return [{name: found[row % len(found)] for name, found in values.items()} for row in range(count)]
-
     def _read_by(self, branches: int, by_hand: Sequence[str]) -> set[int]:
         """Positions of the guidance branches whose inputs an evaluation reads: the first ones, or those set by hand."""
         if self.spec.guidance is None:
             return {0}
         others = enumerate(self.spec.guidance.branches)
         return {*range(branches), *(n for n, b in others if any(b.flags.get(flag) for flag in by_hand))}
-
-    def _locate(self, wanted: Mapping[str, float]) -> tuple[Program, int]:
-        """The table row for the values of the region's time inputs."""
-        time = wanted[self.spec.time.name]
-        if self.evaluator.any_time:
-            further = {name: [value] for name, value in wanted.items() if name != self.spec.time.name}
-            return probe([time], further), 0
-        best = min(
-            (
-                (
-                    max(abs(t - wanted[name]) for name, t in program.clock(row, self.spec.time.name).items()),
-                    program,
-                    row,
-                )
-                for program in self.programs.values()
-                for row in range(len(program.times))
-            ),
-            key=lambda found: found[0],
-        )
-        tolerance = TIME_TOLERANCE * max(1.0, abs(best[1].times[best[2]]))
-        if not best[0] <= tolerance:  # a time that is not a number is near nothing
-            raise ProgramNotBuilt(
-                f"{self.name}: time {time!r} is no evaluation time of the built programs {list(self.programs)} "
-                f"(nearest {best[1].times[best[2]]!r}); rebuild with the step count and schedule of your loop"
-            )
-        return best[1], best[2]
 
     def _program(self, wanted: str | int | None) -> Program:
         if wanted is None:
@@ -361,79 +304,3 @@ class Runtime:
             return self.spec.guidance.scales(guidance)
         except UsageError as error:
             raise InputMismatch(f"{self.name}: {error}") from error
-
-    def _lengths_argument(self, lengths: Sequence[int] | torch.Tensor | None) -> dict[str, Any]:
-        if lengths is None:
-            return {}
-        if self.spec.main is None:
-            raise InputMismatch(
-                f"{self.name}: lengths={lengths!r}, but rows of this model have no length; leave it out"
-            )
-        return {self.spec.main.length: lengths} if self.spec.main.length else {}
-
-    def _draw(
-        self,
-        seed: int | Sequence[int] | None,
-        lengths: Sequence[int] | torch.Tensor | None,
-        conditioning: Mapping[str, Any],
-        draws: int,
-    ) -> list[torch.Tensor]:
-        """`draws` times the state's noise; each row from its own generator, one draw after the other."""
-        item, main = self.spec.state, self.spec.main
-        if seed is None:
-            raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
-        if main is None or main.name not in item.shape:
-            rows = [t for t in conditioning.values() if isinstance(t, torch.Tensor) and t.dim()]
-            numbers = [0] * (len(rows[0]) if rows else 0)
-        else:
-            numbers = self._valid_lengths(lengths, main)
-        seeds = integers(seed) or []
-        if not isinstance(seed, Sequence) and len(seeds) == 1:
-            seeds = [seeds[0] + row for row in range(len(numbers))]
-        if len(seeds) != len(numbers) or not all(SEEDS[0] <= s <= SEEDS[1] for s in seeds):
-            raise InputMismatch(
-                f"{self.name}: seed={seed!r}, wanted one integer or {len(numbers)}, one per row, of 64 bits"
-            )
-        whole = [max(numbers, default=0) if isinstance(s, str) else s for s in item.shape[1:]]
-        drawn = [torch.zeros([len(numbers), *whole], dtype=torch.float32, device="cpu") for _ in range(draws)]
-        for row, (own, number) in enumerate(zip(seeds, numbers, strict=True)):
-            generator = torch.Generator("cpu").manual_seed(own)
-            size = [number if isinstance(s, str) else s for s in item.shape[1:]]
-            for noise in drawn:
-                place = tuple(slice(n) for n in size)
-                noise[row][place] = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
-        return drawn
-
-    def _valid_lengths(self, lengths: Sequence[int] | torch.Tensor | None, dim: Dim) -> list[int]:
-        if lengths is None:
-            raise InputMismatch(f"{self.name}: a seed needs lengths, one per row")
-        numbers = integers(lengths)
-        if numbers is None:
-            raise InputMismatch(f"{self.name}: lengths={lengths!r}, wanted integers, one per row")
-        for number in numbers:
-            if not dim.min <= number <= dim.max:
-                raise InputMismatch(f"{self.name}: length {number}, wanted {dim.min} to {dim.max} {dim.name}")
-        return numbers
-
-    def _fit(self, given: Mapping[str, int]) -> dict[str, int]:
-        """Padded sizes: the bucket's for static engines, the ladder's or the request's own for a dynamic one.
-
-        Checks the promise.
-        """
-        sizes = {}
-        for axis in self.buckets.axes:
-            size = given[BATCH if axis == "batch" else axis]
-            largest = self.buckets.largest(axis)
-            if self.overflow == "run" and largest is not None and size > largest:
-                with self._count:
-                    self.overflowed += 1
-                log.info("%s: %s=%d runs beyond the largest promised bucket %d", self.name, axis, size, largest)
-                continue
-            bucket = self.buckets.pick(axis, size, self.name)
-            if self.shapes == "static" and axis != "batch":
-                sizes[axis] = bucket
-        for dim in self.spec.dims:
-            if not dim.min <= given[dim.name] <= dim.max:
-                raise NoBucketFits(f"{self.name}: {dim.name}={given[dim.name]}, wanted {dim.min} to {dim.max}")
-            sizes.setdefault(dim.name, self.ladder.fit(dim, given[dim.name]))
-        return sizes

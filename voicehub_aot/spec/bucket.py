@@ -13,16 +13,18 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from voicehub_aot.errors import NoBucketFits, UsageError
-from voicehub_aot.spec.region import Dim, RegionSpec
+from voicehub_aot.spec.region import BATCH, Dim, RegionSpec
 
-BATCH = "batch"
+BATCH_AXIS = "batch"
+Overflow = Literal["error", "run"]
 SIZE = re.compile(r"[1-9][0-9]{0,8}")
 LONGEST = 10**9
 LEAST_STEP = 8  # of a ladder beyond its rungs
@@ -64,7 +66,7 @@ class Buckets(BaseModel):
 
     def nearest(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """The promised bucket of these sizes by axis: the smallest that holds them, else the largest. Without batch."""
-        axes = {axis: promised for axis, promised in self.axes.items() if axis != BATCH}
+        axes = {axis: promised for axis, promised in self.axes.items() if axis != BATCH_AXIS}
         return {a: p[min(bisect_left(p, sizes[a]), len(p) - 1)] for a, p in axes.items()}
 
     def combinations(self, axes: Iterable[str]) -> list[dict[str, int]]:
@@ -106,6 +108,45 @@ class Ladder(BaseModel):
             return min(rungs[position], dim.max)
         step = max(LEAST_STEP, (1 << ((size - 1).bit_length() - 1)) // 4)
         return min(-(-size // step) * step, dim.max)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The sizes that a request of given sizes runs at.
+
+    Static engines run at the promised buckets; a dynamic one at the ladder's rungs, or at the request's own sizes
+    where it has none. overflow: "run" lets a dynamic engine take sizes over the largest promised bucket.
+    """
+
+    dims: tuple[Dim, ...]
+    buckets: Buckets
+    where: str
+    ladder: Ladder
+    static: bool = False
+    overflow: Overflow = "error"
+
+    def sizes(self, given: Mapping[str, int]) -> dict[str, int]:
+        """The padded size of every dimension. Raises NoBucketFits for a size that was not promised."""
+        beyond = self.beyond(given) if self.overflow == "run" else {}
+        sizes = {}
+        for axis in self.buckets.axes:
+            if axis not in beyond:
+                bucket = self.buckets.pick(axis, _size(given, axis), self.where)
+                if self.static and axis != BATCH_AXIS:
+                    sizes[axis] = bucket
+        for dim in self.dims:
+            if not dim.min <= given[dim.name] <= dim.max:
+                raise NoBucketFits(f"{self.where}: {dim.name}={given[dim.name]}, wanted {dim.min} to {dim.max}")
+            sizes.setdefault(dim.name, self.ladder.fit(dim, given[dim.name]))
+        return sizes
+
+    def beyond(self, given: Mapping[str, int]) -> dict[str, int]:
+        """The sizes over their axis's largest promised bucket, by axis."""
+        return {a: _size(given, a) for a, promised in self.buckets.axes.items() if _size(given, a) > promised[-1]}
+
+
+def _size(given: Mapping[str, int], axis: str) -> int:
+    return given[BATCH if axis == BATCH_AXIS else axis]
 
 
 def rungs_between(buckets: Sequence[int], count: int) -> tuple[int, ...]:
@@ -162,10 +203,10 @@ def check_buckets(buckets: Buckets, spec: RegionSpec) -> None:
     """UsageError unless every axis is one of the region's, and every size within what the region accepts."""
     dims = {dim.name: dim for dim in spec.dims}
     for axis, sizes in buckets.axes.items():
-        if axis == BATCH:
+        if axis == BATCH_AXIS:
             continue
         if axis not in dims:
-            known = ", ".join(sorted((*dims, BATCH)))
+            known = ", ".join(sorted((*dims, BATCH_AXIS)))
             raise UsageError(f"{spec.name}: buckets for the unknown axis {axis!r}; this model has {known}")
         low, high = dims[axis].min, dims[axis].max
         outside = [size for size in sizes if not low <= size <= high]
