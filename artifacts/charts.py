@@ -16,7 +16,8 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from voicehub_aot.artifacts.report import Row, Size, Timing, label
+from voicehub_aot.artifacts.report import Row, Size, Timing
+from voicehub_aot.spec.bucket import label
 
 MOST_BARS = 14
 SERIES = ("s0", "s1", "s2", "s3", "s4", "s5")

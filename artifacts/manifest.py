@@ -27,7 +27,7 @@ from voicehub_aot.spec.bucket import Buckets, Ladder
 from voicehub_aot.spec.region import Name, RegionSpec, Size, TensorSpec
 from voicehub_aot.spec.target import Target
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 InsidePath = Annotated[str, AfterValidator(check_path)]  # of a file or folder of the artifact
 RELIED_ON = {"inputs", "dims", "outputs"}  # of the region, by an engine's code
 Count = Annotated[int, Field(strict=True, ge=0)]

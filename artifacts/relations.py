@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights.safetensors"
 PROGRAMS = "programs"
-TABLE, PREPARE, ROWS, STEP = "table", "prepare", "rows", "step"
+TABLE, PREPARE, MIXED, STEP = "table", "prepare", "mixed", "step"
 LONGEST_PATH = 1024
 MOST_BUCKETS = 100_000  # combinations of promised sizes; a build checks parity in each
 Border = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]  # inputs, outputs
@@ -53,9 +53,9 @@ def problems(manifest: Manifest) -> Iterator[str]:
         if rungs and not set(manifest.buckets.axes.get(axis, ())) <= set(rungs):
             yield f"ladder: {axis} lacks a promised bucket"
     missing = [stage for stage in (TABLE, PREPARE, STEP) if stage not in manifest.stages]
-    missing += [stage for stage in manifest.stages if stage not in (TABLE, PREPARE, ROWS, STEP)]
+    missing += [stage for stage in manifest.stages if stage not in (TABLE, PREPARE, MIXED, STEP)]
     if missing:
-        yield f"stages: {list(manifest.stages)!r}, wanted {TABLE}, {PREPARE}, {STEP} and perhaps {ROWS}"
+        yield f"stages: {list(manifest.stages)!r}, wanted {TABLE}, {PREPARE}, {STEP} and perhaps {MIXED}"
         return
     if len({tuple(stage.flops) for stage in manifest.stages.values()}) > 1:
         yield "stages: their flops are not of the same buckets"
@@ -74,12 +74,12 @@ def _border_problems(spec: RegionSpec, stages: Mapping[str, StageReport]) -> Ite
     raw = {i.name: TensorSpec(name=i.name, shape=i.shape, dtype=i.dtype) for i in spec.request}
     state = TensorSpec(name=spec.state.name, shape=spec.state.shape, dtype=spec.state.dtype)
     known = {name: _by_name(stage.outputs) for name, stage in stages.items()}
-    table, prepare, rows = known[TABLE], known[PREPARE], known.get(ROWS, {})
+    table, prepare, mixed = known[TABLE], known[PREPARE], known.get(MIXED, {})
     brought = {
         TABLE: times,
         PREPARE: raw,
-        ROWS: {**raw, **table, **prepare},
-        STEP: {state.name: state, **raw, **table, **prepare, **rows},
+        MIXED: {**raw, **table, **prepare},
+        STEP: {state.name: state, **raw, **table, **prepare, **mixed},
     }
     computed = [*raw, state.name, *(o.name for stage in stages.values() for o in stage.outputs)]
     computed += [name for name in times if name not in table]
@@ -117,15 +117,15 @@ def _unknown_sizes(spec: RegionSpec, stages: Mapping[str, StageReport]) -> list[
 
 
 def borders(stages: Mapping[str, StageReport]) -> dict[str, Border]:
-    """Inputs and outputs of the two stages that engines run. `rows` is part of prepare, stacked by evaluation."""
-    prepare, rows = stages[PREPARE], stages.get(ROWS)
+    """Inputs and outputs of the two stages that engines run. `mixed` is part of prepare, stacked by evaluation."""
+    prepare, mixed = stages[PREPARE], stages.get(MIXED)
     inputs, outputs = list(prepare.inputs), list(prepare.outputs)
-    if rows is not None:
+    if mixed is not None:
         own = {value.name for value in (*inputs, *outputs)}
-        further = [value for value in rows.inputs if value.name not in own]
+        further = [value for value in mixed.inputs if value.name not in own]
         inputs += [v for v in further if BATCH in v.shape]
         inputs += [_stacked(v) for v in further if BATCH not in v.shape]
-        outputs += [_stacked(v) for v in rows.outputs]
+        outputs += [_stacked(v) for v in mixed.outputs]
     return {PREPARE: (tuple(inputs), tuple(outputs)), STEP: (stages[STEP].inputs, stages[STEP].outputs)}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Protocol, get_args
@@ -19,17 +19,18 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema, model_validator
 
 from voicehub_aot.errors import ArtifactCorrupt, MissingDependency, VersionUnsupported
+from voicehub_aot.spec.bucket import label
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = "report.schema.json"
 TEMPLATE = "report.html.jinja"
 
-Check = Literal["staged", "evaluation", "trajectory", "padding", "sensitivity"]
+Check = Literal["split", "evaluation", "trajectory", "padding", "sensitivity"]
 Number = Annotated[
     float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"], "type": "string"}]})
 ]
 CHECKS: dict[Check, str] = {
-    "staged": "The graph split into stages, against the module it was split from.",
+    "split": "The graph split into stages, against the module it was split from.",
     "evaluation": "One call of the denoiser, at several times and valid lengths.",
     "trajectory": "A whole sampling program, from noise to result.",
     "padding": "Every bucket, against the same request without padding.",
@@ -213,11 +214,6 @@ class ParityReport(_Data):
     @property
     def busiest(self) -> float | None:
         return busiest(self.timings)
-
-
-def label(bucket: Mapping[str, int]) -> str:
-    """ "frames=128 text=64", or "any size" where nothing was fixed."""
-    return " ".join(f"{axis}={size}" for axis, size in bucket.items()) or "any size"
 
 
 def number(value: float | None) -> str:

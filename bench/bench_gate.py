@@ -35,7 +35,7 @@ from voicehub_aot.compiler.split import split  # noqa: E402
 from voicehub_aot.proof import parity  # noqa: E402
 from voicehub_aot.proof.cases import Recording, load_recording, save_recording  # noqa: E402
 from voicehub_aot.runtime.eager import eager_runtime  # noqa: E402
-from voicehub_aot.runtime.evaluator import StagedEvaluator  # noqa: E402
+from voicehub_aot.runtime.evaluator import EngineEvaluator  # noqa: E402
 from voicehub_aot.runtime.runtime import Runtime  # noqa: E402
 from voicehub_aot.spec.bucket import Buckets  # noqa: E402
 from voicehub_aot.spec.program import Program  # noqa: E402
@@ -78,15 +78,15 @@ class CompiledToy:
 
     def runtime(self, seed: int) -> Runtime:
         graph, symbols = export_region(toy.region(seed))
-        staged = split(graph, toy.SPEC, symbols)
-        weights = {n: t for s in (staged.prepare, staged.rows, staged.step) if s for n, t in s.constants.items()}
+        stages = split(graph, toy.SPEC, symbols)
+        weights = {n: t for s in (stages.prepare, stages.mixed, stages.step) if s for n, t in s.constants.items()}
         opened = []
         for job in (self.compiled.prepare, self.compiled.step):
             entry = self.compiled.entry(job)
             constants = {c.name: weights[c.name].contiguous() for c in entry.constants}
             opened.append((entry, self.compiled.open(job, constants)))
-        tables = {p.name: time_table(staged, p) for p in PROGRAMS}
-        evaluator = StagedEvaluator(toy.SPEC, Buckets(axes={}), opened[0], opened[1:], tables)
+        tables = {p.name: time_table(stages, p) for p in PROGRAMS}
+        evaluator = EngineEvaluator(toy.SPEC, Buckets(axes={}), opened[0], opened[1:], tables)
         return Runtime(toy.SPEC, evaluator, {p.name: p for p in PROGRAMS}, Buckets(axes={}), name="toy")
 
 

@@ -92,10 +92,10 @@ class CachedEager:
 
     def prepare(self, inputs: Mapping[str, Tensor], program: Program, sizes: Mapping[str, int]) -> CachedPrepared:
         with torch.no_grad():
-            return CachedPrepared(self, {**inputs, **self.staged.prepare(inputs)}, program)
+            return CachedPrepared(self, {**inputs, **self.stages.prepare(inputs)}, program)
 
     @property
-    def staged(self) -> Any:
+    def stages(self) -> Any:
         return _staged_without_time(self.region)
 
 
@@ -121,11 +121,11 @@ class CachedPrepared:
     values: Mapping[str, Tensor]
     program: Program
 
-    def velocity(self, row: int, state: Tensor) -> Tensor:
+    def velocity(self, evaluation: int, state: Tensor) -> Tensor:
         spec = self.eager.region.spec
-        clock = {name: torch.tensor([t]) for name, t in self.program.clock(row, spec.time.name).items()}
+        clock = {name: torch.tensor([t]) for name, t in self.program.clock(evaluation, spec.time.name).items()}
         with torch.no_grad():
-            outputs = self.eager.staged.step({**self.values, **clock, spec.state.name: state})
+            outputs = self.eager.stages.step({**self.values, **clock, spec.state.name: state})
         return outputs[spec.outputs[0]]  # type: ignore[no-any-return]
 
     def exposed(self, state: Tensor) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class CachedPrepared:
     def blocks(self, wanted: Sequence[int], rows: int) -> CachedPrepared:
         from voicehub_aot.spec.region import BATCH, row_blocks
 
-        stage, values = self.eager.staged.step, dict(self.values)
+        stage, values = self.eager.stages.step, dict(self.values)
         kept = row_blocks(wanted, rows)
         for value in stage.inputs:
             if value.name in values and BATCH in value.shape:
@@ -201,7 +201,7 @@ def rows_run(program: Program, guidance: Guidance | None) -> int:
 
     if guidance is None:
         return 1
-    against = next(i.against for i in program.instructions if isinstance(i, Evaluate) and i.row == 0)
+    against = next(i.against for i in program.instructions if isinstance(i, Evaluate) and i.evaluation == 0)
     return len(guidance.taking_part(against, guidance.scales(None)))
 
 

@@ -102,14 +102,14 @@ def operators(model: Model, sizes: Mapping[str, int]) -> list[Operator]:
     from voicehub_aot.compiler.split import split
 
     graph, symbols = export_region(model.region)
-    staged = split(graph, model.region.spec, symbols)
+    stages = split(graph, model.region.spec, symbols)
     values = example_inputs(model.region.spec, sizes)
     with torch.no_grad():
-        for stage in (staged.table, staged.prepare, staged.rows):
+        for stage in (stages.table, stages.prepare, stages.mixed):
             if stage is not None:
                 values.update(stage(values))
-        recorder = Recorder(staged.step.module)
-        recorder.run(*(values[i.name] for i in staged.step.inputs))
+        recorder = Recorder(stages.step.module)
+        recorder.run(*(values[i.name] for i in stages.step.inputs))
     return list(recorder.found.values())
 
 

@@ -51,22 +51,24 @@ def sample(folder, request, program=None, scales=None):
     packed = {name: np.concatenate([value] * len(branches)) for name, value in values.items()}
     packed |= {flag: np.repeat([branch["flags"][flag] for branch in branches], sizes["B"]) for flag in bundle["flags"]}
     tables = program["tables"]
-    rows = {t["name"]: np.memmap(Path(folder, t["file"]), t["dtype"], "r", t["offset"], (*t["shape"],)) for t in tables}
-    known, registers = {"request": packed, "table": rows}, {"x": values[state["name"]]}
+    table = {
+        t["name"]: np.memmap(Path(folder, t["file"]), t["dtype"], "r", t["offset"], (*t["shape"],)) for t in tables
+    }
+    known, registers = {"request": packed, "table": table}, {"x": values[state["name"]]}
     registers |= dict(zip(program["noises"], request.get("step_noise", []), strict=True))
     scales = guidance["scales"] if guidance and scales is None else scales
     sessions = {name: onnxruntime.InferenceSession(Path(folder, stage["file"])) for name, stage in stages.items()}
 
-    def run(stage, row=None):
+    def run(stage, evaluation=None):
         inputs = [(item, known[item["source"]][item["name"]]) for item in stages[stage]["inputs"]]
-        feed = {item["name"]: value[row] if item["by_row"] else value for item, value in inputs}
+        feed = {item["name"]: value[evaluation] if item["by_evaluation"] else value for item, value in inputs}
         return dict(zip((o["name"] for o in stages[stage]["outputs"]), sessions[stage].run(None, feed), strict=True))
 
     known["prepare"] = run("prepare")
     for step in program["instructions"]:
         if step["op"] == "evaluate":
             known["state"] = {state["name"]: np.concatenate([registers[step["x"]]] * len(branches))}
-            velocity = np.split(run("step", step["row"])["velocity"], len(branches))
+            velocity = np.split(run("step", step["evaluation"])["velocity"], len(branches))
             named = [step["against"] is None or branch["name"] in step["against"] for branch in branches[1:]]
             used = [scale if taken else 0.0 for scale, taken in zip(scales or [], named, strict=True)]
             registers[step["out"]] = EQUATIONS[guidance["equation"]](velocity, used) if any(used) else velocity[0]

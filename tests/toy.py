@@ -115,7 +115,7 @@ class Compiled:
     def __init__(self, engine: str, mode: str, folder: Path, shapes: str = "dynamic") -> None:
         graph, symbols = export_region(region())
         self.engine, self.folder = engines.get(engine), folder
-        self.staged = split(graph, SPEC, symbols)
+        self.stages = split(graph, SPEC, symbols)
         options = Options(
             Buckets(axes={"frames": (16,)}),
             (euler(linear(2)),),
@@ -124,9 +124,9 @@ class Compiled:
             weights_mode=mode,
             shapes=shapes,
         )
-        self.prepare, self.step = plan_jobs(self.staged, options, engine)
+        self.prepare, self.step = plan_jobs(self.stages, options, engine)
         compiled = compile_all((self.prepare, self.step), SPEC, options, cache_dir(), Quiet())
-        stages = (self.staged.prepare, self.staged.rows, self.staged.step)
+        stages = (self.stages.prepare, self.stages.mixed, self.stages.step)
         save_file({n: t for stage in stages for n, t in stage.constants.items()}, folder / WEIGHTS)
         self.entries = [install(item, folder, options) for item in compiled]
 

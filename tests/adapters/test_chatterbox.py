@@ -14,7 +14,7 @@ from voicehub_aot.adapters import chatterbox
 from voicehub_aot.cli.settings import BuildSettings, options
 from voicehub_aot.compiler.export import export_region
 from voicehub_aot.compiler.models import resolve
-from voicehub_aot.compiler.split import Staged, split
+from voicehub_aot.compiler.split import Stages, split
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
 from voicehub_aot.runtime.runtime import Runtime
@@ -42,7 +42,7 @@ def runtime_of(config: Any, program: Program) -> Runtime:
     return Runtime(region.spec, EagerEvaluator(region), {program.name: program}, Buckets(axes={}))
 
 
-def staged_of(config: Any) -> Staged:
+def staged_of(config: Any) -> Stages:
     region = region_of(config)
     graph, symbols = export_region(region)
     return split(graph, region.spec, symbols)
@@ -129,15 +129,15 @@ def test_upstreams_guided_loop_may_say_that_there_is_no_second_time() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_time_and_conditioning_leave_the_step(name: str) -> None:
     config = chatterbox.config_from({**vars(VARIANTS[name]), "n_blocks": 1, "num_mid_blocks": 1})
-    staged = staged_of(config)
-    held = set(staged.step.constants)
+    stages = staged_of(config)
+    held = set(stages.step.constants)
     assert not {key for key in held if key.startswith("time_") or ".mlp." in key}
     first = "down_blocks.0.0."
     assert f"{first}block1.block.0.bias" not in held  # goes with the conditioning's share of the convolution
     assert f"{first}res_conv.bias" not in held
-    assert not {i.name for i in staged.step.inputs} & {"mu", "spks", "cond", "drop", "time", "r"}
-    projections = [o for o in staged.table.outputs if o.shape == (1, TINY.channels[0])]
-    assert len(projections) == len(staged.table.outputs) == config.num_mid_blocks + 2
+    assert not {i.name for i in stages.step.inputs} & {"mu", "spks", "cond", "drop", "time", "r"}
+    projections = [o for o in stages.table.outputs if o.shape == (1, TINY.channels[0])]
+    assert len(projections) == len(stages.table.outputs) == config.num_mid_blocks + 2
 
 
 # --- sampling

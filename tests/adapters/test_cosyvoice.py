@@ -15,7 +15,7 @@ from torch import Tensor
 
 from voicehub_aot.adapters import cosyvoice
 from voicehub_aot.compiler.export import export_region
-from voicehub_aot.compiler.split import Staged, split
+from voicehub_aot.compiler.split import Stages, split
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
 from voicehub_aot.runtime.runtime import Runtime
@@ -44,7 +44,7 @@ def runtime_of(config: Any, program: Program) -> Runtime:
     return Runtime(region.spec, EagerEvaluator(region), {program.name: program}, Buckets(axes={}))
 
 
-def staged_of(config: Any) -> Staged:
+def staged_of(config: Any) -> Stages:
     region = region_of(config)
     graph, symbols = export_region(region)
     return split(graph, region.spec, symbols)
@@ -190,14 +190,14 @@ def test_rotary_turns_the_first_head_of_the_flat_projection() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_time_and_conditioning_leave_the_step(name: str) -> None:
     fewer = {"dit": {"depth": 1}, "cv2": {"n_blocks": 1, "num_mid_blocks": 1}}[name]
-    staged = staged_of(cosyvoice.config_from({**vars(VARIANTS[name]), **fewer}))
-    held, given = set(staged.step.constants), {i.name for i in staged.step.inputs}
+    stages = staged_of(cosyvoice.config_from({**vars(VARIANTS[name]), **fewer}))
+    held, given = set(stages.step.constants), {i.name for i in stages.step.inputs}
     of_time = ("time_", "norm_out.") if name == "dit" else ("time_",)
     assert not {key for key in held if key.startswith(of_time) or ".mlp." in key or ".attn_norm." in key}
     assert not given & {"mu", "spks", "cond", "drop", "time", "streaming"}
     first = {"dit": "input_embed.proj.bias", "cv2": "down_blocks.0.0.res_conv.bias"}[name]
     assert first not in held  # goes with the conditioning's share of the projection
-    biases = [o for o in staged.prepare.outputs if o.shape == ("B", "frames", "frames")]
+    biases = [o for o in stages.prepare.outputs if o.shape == ("B", "frames", "frames")]
     assert len(biases) == 1  # chunks and keys, once per request
 
 

@@ -368,13 +368,13 @@ def test_the_denoiser_takes_upstreams_call() -> None:
 
 def test_modulations_and_conditioning_leave_the_step() -> None:
     region = region_of()
-    staged = split(*_exported(region))
-    of_table, of_prepare, of_step = (set(s.constants) for s in (staged.table, staged.prepare, staged.step))
-    assert staged.rows is None
-    assert [o.shape for o in staged.table.outputs] == [(2 * TINY.num_layers, 3, 1, TINY.model_size)]
+    stages = split(*_exported(region))
+    of_table, of_prepare, of_step = (set(s.constants) for s in (stages.table, stages.prepare, stages.step))
+    assert stages.mixed is None
+    assert [o.shape for o in stages.table.outputs] == [(2 * TINY.num_layers, 3, 1, TINY.model_size)]
     assert not any("adaln" in k or "cond_module" in k for k in of_prepare | of_step)
     assert not any("_text" in k or "_speaker" in k or "_latent" in k for k in of_table | of_step)
-    weights = sum(t.numel() for k, t in staged.step.constants.items())
+    weights = sum(t.numel() for k, t in stages.step.constants.items())
     projections = 5 * TINY.model_size**2 + 3 * TINY.model_size * TINY.intermediate_size
     norms = 2 * TINY.model_size
     border = (2 * TINY.model_size + 1) * TINY.latent_size + 2 * TINY.model_size  # in_proj, out_proj, out_norm

@@ -353,12 +353,12 @@ def test_the_denoiser_takes_upstreams_call() -> None:
 def test_modulations_and_conditioning_leave_the_step() -> None:
     region = region_of(CAPTION)
     graph, symbols = export_region(region)
-    staged = split(graph, region.spec, symbols)
-    assert staged.rows is None
-    assert [o.shape for o in staged.table.outputs] == [(2 * CAPTION.num_layers, 3, 1, CAPTION.model_dim)]
-    assert not any("adaln" in k or "cond_module" in k for k in {**staged.prepare.constants, **staged.step.constants})
-    assert not any("_text" in k or "_speaker" in k or "_caption" in k for k in staged.step.constants)
+    stages = split(graph, region.spec, symbols)
+    assert stages.mixed is None
+    assert [o.shape for o in stages.table.outputs] == [(2 * CAPTION.num_layers, 3, 1, CAPTION.model_dim)]
+    assert not any("adaln" in k or "cond_module" in k for k in {**stages.prepare.constants, **stages.step.constants})
+    assert not any("_text" in k or "_speaker" in k or "_caption" in k for k in stages.step.constants)
     c, inner = CAPTION, CAPTION.sizes.inner
     layer = 5 * c.model_dim**2 + 3 * c.model_dim * inner + 2 * c.model_dim
     border = (2 * c.model_dim + 1) * c.latent_dim + 2 * c.model_dim  # in_proj, out_proj, out_norm
-    assert sum(t.numel() for t in staged.step.constants.values()) == c.num_layers * layer + border
+    assert sum(t.numel() for t in stages.step.constants.values()) == c.num_layers * layer + border

@@ -369,17 +369,17 @@ def test_without_a_scale_nothing_is_guided() -> None:
 def test_time_features_and_norm_modulations_leave_the_step(config: Any) -> None:
     region = region_of(config)
     graph, symbols = export_region(region)
-    staged = split(graph, region.spec, symbols)
+    stages = split(graph, region.spec, symbols)
     several = config.context_features is not None
     names = {name for name in region.module.state_dict() if not name.endswith("fixed_embedding.embedding.weight")}
     step = {n for n in names if n.startswith(("blocks", "to_out")) and ".fc." not in n}
     time = {n for n in names if n.startswith("to_time")}
     mapping = {n for n in names if n.startswith("to_mapping")}
-    assert set(staged.step.constants) == step
-    assert set(staged.table.constants) == (time if several else time | mapping)
-    assert (set(staged.rows.constants) if staged.rows else set()) == (mapping if several else set())
-    assert set(staged.prepare.constants) - {"fixed_embedding.embedding.weight"} == names - step - time - mapping
-    last = staged.rows or staged.table
+    assert set(stages.step.constants) == step
+    assert set(stages.table.constants) == (time if several else time | mapping)
+    assert (set(stages.mixed.constants) if stages.mixed else set()) == (mapping if several else set())
+    assert set(stages.prepare.constants) - {"fixed_embedding.embedding.weight"} == names - step - time - mapping
+    last = stages.mixed or stages.table
     assert [o.shape for o in last.outputs] == [("B" if several else 1, config.width)]
 
 

@@ -19,8 +19,8 @@ from voicehub_aot.adapters.vibevoice import cases
 from voicehub_aot.adapters.vibevoice.checkpoint import _sizes
 from voicehub_aot.compiler.export import export_region
 from voicehub_aot.compiler.flops import matrix_flops
-from voicehub_aot.compiler.prepare import stacked_prepare
-from voicehub_aot.compiler.split import Staged, split
+from voicehub_aot.compiler.prepare import per_request
+from voicehub_aot.compiler.split import Stages, split
 from voicehub_aot.errors import CheckpointMismatch, InputMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
 from voicehub_aot.runtime.runtime import Runtime
@@ -60,7 +60,7 @@ def alter(tensor: Tensor) -> Tensor:
     return ~tensor if tensor.dtype == torch.bool else tensor + 0.3
 
 
-def staged() -> Staged:
+def split_head() -> Stages:
     region = region_of()
     graph, symbols = export_region(region)
     return split(graph, region.spec, symbols)
@@ -113,8 +113,8 @@ def test_every_modulation_of_every_step_is_one_product_a_frame() -> None:
                 self.seen.append((math.prod(out.shape[:-1]), out.shape[-1]))
             return out
 
-    steps, rows, stages = 7, 3, staged()
-    module, inputs, _ = stacked_prepare(stages)
+    steps, rows, stages = 7, 3, split_head()
+    module, inputs, _ = per_request(stages)
     given = request(rows)
     tables = {o.name: torch.randn(steps, *o.shape) for o in stages.table.outputs}
     with torch.no_grad(), Products() as products:
@@ -125,7 +125,7 @@ def test_every_modulation_of_every_step_is_one_product_a_frame() -> None:
 
 
 def test_what_depends_on_time_and_condition_leaves_the_step() -> None:
-    stages = staged()
+    stages = split_head()
     assert stages.rows is not None
     assert set(stages.rows.constants) == {"modulations.weight"}
     assert {n for n in stages.table.constants if "t_embedder" in n} == {"t_embedder.0.weight", "t_embedder.2.weight"}

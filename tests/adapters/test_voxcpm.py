@@ -20,7 +20,7 @@ from voicehub_aot.adapters.voxcpm import cases
 from voicehub_aot.adapters.voxcpm.checkpoint import OTHER_PARTS, PREFIX
 from voicehub_aot.adapters.voxcpm.net import Config, rope_rows
 from voicehub_aot.compiler.export import export_region
-from voicehub_aot.compiler.split import Staged, split
+from voicehub_aot.compiler.split import Stages, split
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
 from voicehub_aot.runtime.runtime import Runtime
@@ -453,49 +453,49 @@ def test_a_seed_needs_no_length() -> None:
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny-v1"])
-def staged(request: pytest.FixtureRequest) -> Staged:
+def stages(request: pytest.FixtureRequest) -> Stages:
     region = region_of(voxcpm.CONFIGS[request.param])
     graph, symbols = export_region(region)
     return split(graph, region.spec, symbols)
 
 
-def test_the_step_reads_no_weight_of_times_and_previous_patch(staged: Staged) -> None:
+def test_the_step_reads_no_weight_of_times_and_previous_patch(stages: Stages) -> None:
     elsewhere = ("time_mlp", "delta_time_mlp", "cond_proj")
-    assert not [name for name in staged.step.constants if name.startswith(elsewhere)]
-    assert any(name.startswith("cond_proj") for name in staged.prepare.constants)
-    assert not [name for name in staged.prepare.constants if name.startswith(("time_mlp", "delta_time_mlp"))]
-    if staged.rows is not None:
-        assert not [name for name in staged.rows.constants if name.startswith(elsewhere)]
+    assert not [name for name in stages.step.constants if name.startswith(elsewhere)]
+    assert any(name.startswith("cond_proj") for name in stages.prepare.constants)
+    assert not [name for name in stages.prepare.constants if name.startswith(("time_mlp", "delta_time_mlp"))]
+    if stages.mixed is not None:
+        assert not [name for name in stages.mixed.constants if name.startswith(elsewhere)]
 
 
-def test_the_first_layer_projects_time_and_context_before_the_step(staged: Staged) -> None:
+def test_the_first_layer_projects_time_and_context_before_the_step(stages: Stages) -> None:
     """v2's time token depends on the time alone; v1's holds mu as well."""
     query = "decoder.layers.0.self_attn.q_proj.weight"
-    assert query in staged.prepare.constants
-    is_v1 = staged.rows is not None
-    assert (query in staged.table.constants) == (not is_v1)
-    assert is_v1 == (staged.spec.input("x").shape[2] == TINY_V1.patch_size)
-    if staged.rows is not None:
-        assert query in staged.rows.constants
+    assert query in stages.prepare.constants
+    is_v1 = stages.mixed is not None
+    assert (query in stages.table.constants) == (not is_v1)
+    assert is_v1 == (stages.spec.input("x").shape[2] == TINY_V1.patch_size)
+    if stages.mixed is not None:
+        assert query in stages.mixed.constants
 
 
-def tokens_of(staged: Staged, weight: str) -> int:
+def tokens_of(stages: Stages, weight: str) -> int:
     """How many tokens the step multiplies with a weight."""
-    for node in staged.step.module.graph.nodes:
+    for node in stages.step.module.graph.nodes:
         if node.target == torch.ops.aten.linear.default and node.args[1].target == weight:
             return int(node.meta["val"].shape[1])
     raise AssertionError(f"no linear with {weight}")
 
 
-def test_the_first_projections_and_the_last_layer_cost_the_patch_alone(staged: Staged) -> None:
-    patch = staged.spec.input("x").shape[2]
-    every = 11 if staged.rows is None else 7
-    assert tokens_of(staged, "decoder.layers.0.self_attn.k_proj.weight") == patch
-    assert tokens_of(staged, "decoder.layers.0.mlp.up_proj.weight") == every
-    assert tokens_of(staged, "decoder.layers.1.self_attn.q_proj.weight") == every
-    assert tokens_of(staged, "decoder.layers.2.self_attn.k_proj.weight") == every
+def test_the_first_projections_and_the_last_layer_cost_the_patch_alone(stages: Stages) -> None:
+    patch = stages.spec.input("x").shape[2]
+    every = 11 if stages.mixed is None else 7
+    assert tokens_of(stages, "decoder.layers.0.self_attn.k_proj.weight") == patch
+    assert tokens_of(stages, "decoder.layers.0.mlp.up_proj.weight") == every
+    assert tokens_of(stages, "decoder.layers.1.self_attn.q_proj.weight") == every
+    assert tokens_of(stages, "decoder.layers.2.self_attn.k_proj.weight") == every
     for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
-        assert tokens_of(staged, f"decoder.layers.2.{part}.weight") == patch
+        assert tokens_of(stages, f"decoder.layers.2.{part}.weight") == patch
 
 
 # --- recorded cases: what is not understood is refused (their numbers: tests/compiler/test_replay.py)

@@ -125,9 +125,9 @@ def test_outputs_that_should_differ_and_do_not_cannot_be_marked_as_passed():
 
 
 def test_a_bitwise_check_passes_with_a_budget_of_nothing():
-    assert make_row(check="staged", distance=0.0, budget=0.0).passed
+    assert make_row(check="split", distance=0.0, budget=0.0).passed
     with pytest.raises(ValidationError):
-        make_row(check="staged", distance=1e-12, budget=0.0)
+        make_row(check="split", distance=1e-12, budget=0.0)
 
 
 def test_models_accept_no_unknown_field_and_no_change():
@@ -226,7 +226,7 @@ def test_the_order_of_mappings_does_not_change_the_bytes(tmp_path):
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 1}', '{"schema_version": NaN}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 2}', '{"schema_version": NaN}'])
 def test_a_file_that_is_no_report_is_corrupt(tmp_path, text):
     path = tmp_path / "report.json"
     path.write_text(text)
@@ -252,9 +252,9 @@ def test_a_missing_file_is_corrupt(tmp_path):
 def test_another_schema_version_is_named(tmp_path):
     path = tmp_path / "report.json"
     write_json(make_report(make_row()), path)
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
 
-    with pytest.raises(VersionUnsupported, match="report schema 2, this package reads 1"):
+    with pytest.raises(VersionUnsupported, match="report schema 1, this package reads 2"):
         read_json(path)
 
 

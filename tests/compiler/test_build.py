@@ -69,7 +69,7 @@ def test_every_kind_of_parity_is_in_the_report(built):
     report = read_json(built[0] / "parity/report.json")
 
     assert report
-    assert {r.check for r in report.rows} == {"staged", "evaluation", "trajectory", "padding", "sensitivity"}
+    assert {r.check for r in report.rows} == {"split", "evaluation", "trajectory", "padding", "sensitivity"}
     assert {r.program for r in report.rows if r.check == "trajectory"} == {p.name for p in PROGRAMS}
     assert {tuple(r.bucket.items()) for r in report.rows if r.check == "padding"} == {
         (("frames", 8),),
@@ -207,9 +207,9 @@ def test_given_engines_are_never_taken_for_others(built, tmp_path):
 
 def test_a_time_table_has_a_row_per_evaluation():
     graph, symbols = export_region(toy.region())
-    staged = split(graph, toy.SPEC, symbols)
+    stages = split(graph, toy.SPEC, symbols)
 
-    table = time_table(staged, PROGRAMS[1])
+    table = time_table(stages, PROGRAMS[1])
 
     clock = toy.region().module.clock
     for time, row in zip(PROGRAMS[1].times, table["linear"], strict=True):
@@ -227,5 +227,5 @@ def test_waste_of_a_bucket_counts_the_lengths_that_fall_into_it():
 def test_programs_are_readable_json(built):
     saved = json.loads((built[0] / "programs" / "euler-3.json").read_text())
 
-    assert saved["instructions"][0] == {"op": "evaluate", "out": "v", "x": "x", "row": 0, "against": None}
+    assert saved["instructions"][0] == {"op": "evaluate", "out": "v", "x": "x", "evaluation": 0, "against": None}
     assert Path(built[0] / "programs" / "midpoint-2.json").exists()

@@ -1,26 +1,19 @@
 """Choosing engines by measured times."""
 
-from dataclasses import dataclass
-
 import pytest
 
 from voicehub_aot.compiler.choose import EAGER, choose, faster, noise
 from voicehub_aot.errors import BuildError
+from voicehub_aot.proof.timing import StepTime
 
 ORDER = ("aoti", "onnxruntime")
-
-
-@dataclass
-class Timed:
-    bucket: dict
-    samples_ms: dict
 
 
 def timed(frames, *, eager=100.0, spread=1.0, **medians):
     """Five rounds around each median."""
     wobble = (-spread, -spread / 2, 0.0, spread / 2, spread)
     named = {EAGER: eager, **medians}
-    return Timed({"frames": frames}, {name: tuple(m + w for w in wobble) for name, m in named.items()})
+    return StepTime({"frames": frames}, 2, {name: tuple(m + w for w in wobble) for name, m in named.items()})
 
 
 def test_the_fastest_engine_serves_every_bucket():

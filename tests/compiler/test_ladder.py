@@ -13,7 +13,7 @@ import torch
 import voicehub_aot
 from voicehub_aot.artifacts.manifest import digest_of
 from voicehub_aot.engines import ENGINES, kernel_bytes
-from voicehub_aot.spec.bucket import Ladder, rungs_between, waste
+from voicehub_aot.spec.bucket import Ladder, doubling, rungs_between, waste
 from voicehub_aot.spec.region import Dim
 
 FRAMES = Dim(name="frames", max=700, doc="")
@@ -26,6 +26,13 @@ def test_buckets_are_rungs_and_the_widest_steps_are_divided_first() -> None:
     assert rungs_between((2, 5), 9) == (1, 2, 3, 4, 5)
     assert rungs_between((1, 2, 3), 2) == (1, 2, 3)
     assert rungs_between((), 8) == ()
+
+
+def test_a_dimension_read_once_per_request_has_few_rungs_up_to_its_limit() -> None:
+    assert doubling(300) == (32, 64, 96, 128, 192, 256, 300)
+    assert doubling(32) == (32,)
+    assert doubling(20) == (20,)
+    assert len(doubling(4096)) == 15
 
 
 @pytest.mark.parametrize("count", [1, 7, 12, 31])

@@ -70,10 +70,10 @@ PROGRAM = Program(
     extra_times={"end": (0.5, 0.75, 1.0)},
     noises=("fresh",),
     instructions=(
-        Evaluate(out="v", row=0),
+        Evaluate(out="v", evaluation=0),
         Combine(out=STATE, terms=((STATE, 1.0), ("v", 0.5), ("fresh", 0.1))),
-        Evaluate(out="v", row=1, against=("extra",)),
-        Evaluate(out="w", row=2, against=()),
+        Evaluate(out="v", evaluation=1, against=("extra",)),
+        Evaluate(out="w", evaluation=2, against=()),
         Combine(out=STATE, terms=((STATE, 1.0), ("v", 0.25), ("w", 0.25))),
     ),
 )
@@ -248,11 +248,11 @@ def test_a_time_must_be_whole_and_built(built, extra_times, error, message):
 
 def test_the_step_keeps_what_depends_on_the_state_alone():
     graph, symbols = export_region(region())
-    staged = split(graph, SPEC, symbols)
+    stages = split(graph, SPEC, symbols)
 
-    assert {name.split(".")[0] for name in staged.step.constants} == {"into", "out"}
-    assert staged.rows is not None
-    assert "end" in {value.name for value in staged.table.outputs}
+    assert {name.split(".")[0] for name in stages.step.constants} == {"into", "out"}
+    assert stages.mixed is not None
+    assert "end" in {value.name for value in stages.table.outputs}
 
 
 def test_a_step_of_few_rows_reads_narrow_weights_from_the_file(tmp_path):

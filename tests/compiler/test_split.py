@@ -9,7 +9,7 @@ from torch import nn
 
 from voicehub_aot.compiler.export import example_inputs, export_region
 from voicehub_aot.compiler.flops import matrix_flops
-from voicehub_aot.compiler.prepare import stacked_prepare
+from voicehub_aot.compiler.prepare import per_request
 from voicehub_aot.compiler.split import bindings, check, is_cheap, run_staged, split
 from voicehub_aot.errors import ExportFailed, StageFailed
 from voicehub_aot.spec.region import Binding, Region
@@ -21,7 +21,7 @@ def exported():
 
 
 @pytest.fixture(scope="module")
-def staged(exported):
+def stages(exported):
     graph, symbols = exported
     return split(graph, toy.SPEC, symbols)
 
@@ -63,63 +63,63 @@ def test_binding_is_the_union_over_inputs(exported):
     assert all(b & Binding.STATE for b in by_target[torch.ops.aten.scaled_dot_product_attention.default])
 
 
-def test_stages_read_only_the_weights_of_their_own_work(staged):
-    assert set(staged.table.constants) == {"clock.weight", "clock.bias"}
-    assert {"given.weight", "given.bias", "table.weight"} <= set(staged.prepare.constants)
-    assert set(staged.rows.constants) == {"mixed.weight", "mixed.bias"}
-    assert set(staged.step.constants) == {"into.weight", "into.bias", "out.weight", "out.bias"}
+def test_stages_read_only_the_weights_of_their_own_work(stages):
+    assert set(stages.table.constants) == {"clock.weight", "clock.bias"}
+    assert {"given.weight", "given.bias", "table.weight"} <= set(stages.prepare.constants)
+    assert set(stages.mixed.constants) == {"mixed.weight", "mixed.bias"}
+    assert set(stages.step.constants) == {"into.weight", "into.bias", "out.weight", "out.bias"}
 
 
-def test_constant_expressions_are_folded_at_build(staged):
-    (name,) = staged.folded
+def test_constant_expressions_are_folded_at_build(stages):
+    (name,) = stages.folded
 
-    assert name in staged.prepare.constants
-    torch.testing.assert_close(staged.folded[name], torch.tanh(toy.region().module.bank))
-
-
-def test_views_and_index_masks_are_recomputed_instead_of_stored(staged):
-    assert names(staged.table.outputs) == {"linear"}  # scale, shift and 1 + scale are views and arithmetic of one row
-    assert "lengths" in names(staged.step.inputs)  # the mask is rebuilt from it
-    assert not any(v.dtype == "bool" for v in staged.step.inputs)
+    assert name in stages.prepare.constants
+    torch.testing.assert_close(stages.folded[name], torch.tanh(toy.region().module.bank))
 
 
-def test_exposed_request_values_leave_prepare(staged):
-    assert "summary" in names(staged.prepare.outputs)
+def test_views_and_index_masks_are_recomputed_instead_of_stored(stages):
+    assert names(stages.table.outputs) == {"linear"}  # scale, shift and 1 + scale are views and arithmetic of one row
+    assert "lengths" in names(stages.step.inputs)  # the mask is rebuilt from it
+    assert not any(v.dtype == "bool" for v in stages.step.inputs)
+
+
+def test_exposed_request_values_leave_prepare(stages):
+    assert "summary" in names(stages.prepare.outputs)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 37, 5), (4, 20, 64)])
-def test_stages_together_equal_the_whole_at_other_sizes(exported, staged, sizes):
+def test_stages_together_equal_the_whole_at_other_sizes(exported, stages, sizes):
     inputs = example_inputs(toy.SPEC, dict(zip(("B", "frames", "text"), sizes, strict=True)), seed=5)
 
-    whole, parts = exported[0](**inputs), run_staged(staged, inputs)
+    whole, parts = exported[0](**inputs), run_staged(stages, inputs)
 
     torch.testing.assert_close(tuple(parts.values()), whole)
 
 
-def test_all_evaluations_of_time_and_request_work_run_as_one_batch(staged):
-    module, inputs, outputs = stacked_prepare(staged)
+def test_all_evaluations_of_time_and_request_work_run_as_one_batch(stages):
+    module, inputs, outputs = per_request(stages)
     given = example_inputs(toy.SPEC, {"B": 2, "frames": 7, "text": 3}, seed=1)
-    rows = [staged.table({"time": torch.tensor([t])})["linear"] for t in (0.1, 0.4, 0.9)]
+    rows = [stages.table({"time": torch.tensor([t])})["linear"] for t in (0.1, 0.4, 0.9)]
     values = {**given, "linear": torch.stack(rows)}
 
     together = dict(zip(names_in_order(outputs), module(*(values[i.name] for i in inputs)), strict=True))
 
-    (mixed,) = (o.name for o in staged.rows.outputs)
+    (mixed,) = (o.name for o in stages.mixed.outputs)
     assert next(o.shape for o in outputs if o.name == mixed)[0] == "N"
     for number, row in enumerate(rows):
-        one = {**given, **staged.prepare(given), "linear": row}
-        torch.testing.assert_close(together[mixed][number], staged.rows(one)[mixed])
+        one = {**given, **stages.prepare(given), "linear": row}
+        torch.testing.assert_close(together[mixed][number], stages.mixed(one)[mixed])
 
 
 def names_in_order(values):
     return [v.name for v in values]
 
 
-def test_a_stage_that_computes_something_else_is_refused(exported, staged):
-    broken = replace(staged.step, module=Doubling(staged.step.module))
+def test_a_stage_that_computes_something_else_is_refused(exported, stages):
+    broken = replace(stages.step, module=Doubling(stages.step.module))
 
     with pytest.raises(StageFailed, match="velocity"):
-        check(replace(staged, step=broken), exported[0])
+        check(replace(stages, step=broken), exported[0])
 
 
 class Doubling(nn.Module):
@@ -146,13 +146,13 @@ def test_an_output_that_needs_the_state_may_not_be_exposed():
         split(graph, toy.SPEC, symbols)
 
 
-def test_matrix_flops_follow_the_sizes(exported, staged):
+def test_matrix_flops_follow_the_sizes(exported, stages):
     symbols = exported[1]
     at = {"B": 2, "frames": 10, "text": 4}
     linears = 2 * 2 * 10 * (6 * 16 + 16 * 6)
     scores = 4 * 2 * 2 * 10 * 10 * 8
 
-    assert matrix_flops(staged.step, at, symbols) == linears + scores
+    assert matrix_flops(stages.step, at, symbols) == linears + scores
 
 
 def test_products_and_sums_of_tensors_are_not_cheap(exported):

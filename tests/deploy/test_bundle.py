@@ -186,7 +186,7 @@ def test_the_folder_holds_one_copy_of_the_weights_and_says_what_it_holds(artifac
 
 def test_every_source_of_a_stage_input_occurs(folder):
     stages = json.loads((folder / "bundle.json").read_text())["stages"]
-    sources = {stage: {(i["source"], i["by_row"]) for i in stages[stage]["inputs"]} for stage in stages}
+    sources = {stage: {(i["source"], i["by_evaluation"]) for i in stages[stage]["inputs"]} for stage in stages}
 
     assert {("request", False), ("table", False)} <= sources["prepare"]
     assert {("state", False), ("request", False), ("table", True), ("prepare", False), ("prepare", True)} <= sources[

@@ -54,7 +54,7 @@ def test_a_shared_engine_reads_our_tensors_in_place(compiled):
 def test_a_shared_library_holds_no_weights(compiled):
     mode, built = compiled
     library = (built.folder / built.entry(built.step).path / aoti.LIBRARY).read_bytes()
-    weight = built.staged.step.constants["into.weight"].numpy().tobytes()[:64]
+    weight = built.stages.step.constants["into.weight"].numpy().tobytes()[:64]
 
     assert weight not in library if mode == "shared" else len(library) > 0
 
@@ -76,10 +76,10 @@ def test_a_folder_without_library_is_corrupt(tmp_path):
 
 def test_packing_that_did_not_happen_fails_the_build(tmp_path, monkeypatch):
     built = export_region(toy.region())
-    staged = split(built[0], toy.SPEC, built[1])
+    stages = split(built[0], toy.SPEC, built[1])
     monkeypatch.setattr(aoti, "PACKED_MARK", "a mark no code holds")
     options = Options(Buckets(axes={"frames": (16,)}), (euler(linear(2)),), TARGET, cache=tmp_path)
-    jobs = [j for j in plan_jobs(staged, options, "aoti") if j.stage == "step"]
+    jobs = [j for j in plan_jobs(stages, options, "aoti") if j.stage == "step"]
 
     with pytest.raises(CompileFailed, match="not packed"):
         compile_all(jobs, toy.SPEC, options, tmp_path, toy.Quiet())

@@ -16,7 +16,7 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.compiler.build import build
 from voicehub_aot.compiler.export import example_inputs
 from voicehub_aot.compiler.options import Options
-from voicehub_aot.engines import WEIGHTS, Source, _onnx, onnxruntime as engine
+from voicehub_aot.engines import Source, _onnx, onnxruntime as engine
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, MissingDependency
 from voicehub_aot.runtime.load import load
 from voicehub_aot.spec.bucket import Buckets
@@ -233,9 +233,12 @@ def edit(file):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda a: (a / WEIGHTS).rename(a / "moved.safetensors"), f"{WEIGHTS} is missing"),
-        (lambda a: (a / WEIGHTS).write_bytes((a / WEIGHTS).read_bytes()[:-8]), f"{WEIGHTS} has .* bytes, wanted"),
-        (lambda a: edit(a / WEIGHTS), f"{WEIGHTS} was altered"),
+        (lambda a: (a / store.WEIGHTS).rename(a / "moved.safetensors"), f"{store.WEIGHTS} is missing"),
+        (
+            lambda a: (a / store.WEIGHTS).write_bytes((a / store.WEIGHTS).read_bytes()[:-8]),
+            f"{store.WEIGHTS} has .* bytes, wanted",
+        ),
+        (lambda a: edit(a / store.WEIGHTS), f"{store.WEIGHTS} was altered"),
         (lambda a: edit(a / "step.onnx"), r"step\.onnx was altered"),
     ],
     ids=["weights moved", "weights truncated", "weights edited", "graph edited"],

@@ -330,7 +330,7 @@ def test_an_unguided_instruction_runs_the_conditional_rows_of_the_same_request(s
     runtime, rows = counted(supertonic_packed)
     program = runtime.programs["euler-3"]
     limited = tuple(
-        i.model_copy(update={"against": None if i.row == 0 else ()}) if isinstance(i, Evaluate) else i
+        i.model_copy(update={"against": None if i.evaluation == 0 else ()}) if isinstance(i, Evaluate) else i
         for i in program.instructions
     )
     runtime.programs["euler-3"] = Program(**{**dict(program), "instructions": limited})

@@ -17,7 +17,7 @@ STEP = Combine(out="x", terms=(("x", 1.0),))
 
 @pytest.mark.parametrize("against", [None, (), ("text", "speaker")])
 def test_the_branches_of_an_evaluation_survive_json(against):
-    program = program_of(Evaluate(out="v", row=0, against=against), STEP)
+    program = program_of(Evaluate(out="v", evaluation=0, against=against), STEP)
 
     assert Program.model_validate_json(program.model_dump_json()).instructions[0].against == against
 
@@ -68,13 +68,13 @@ def test_an_option_that_a_model_does_not_know_is_named(given, message):
     ("instructions", "message"),
     [
         ((Combine(out="x", terms=(("v", 1.0),)),), r"instruction 0: reads \['v'\], known registers are \['x'\]"),
-        ((Evaluate(out="v", x="middle", row=0), STEP), r"instruction 0: reads \['middle'\]"),
+        ((Evaluate(out="v", x="middle", evaluation=0), STEP), r"instruction 0: reads \['middle'\]"),
         ((Combine(out="x", terms=()),), "instruction 0: reads"),
-        ((STEP, Evaluate(out="v", row=1)), "instruction 1: row 1 of 1"),
-        ((Evaluate(out="v", row=-1), STEP), "instruction 0: row -1 of 1"),
+        ((STEP, Evaluate(out="v", evaluation=1)), "instruction 1: evaluation 1 of 1"),
+        ((Evaluate(out="v", evaluation=-1), STEP), "instruction 0: evaluation -1 of 1"),
         ((Combine(out="x", terms=(("x", math.nan),)),), "instruction 0: coefficients must be finite"),
         ((Combine(out="x", terms=(("x", math.inf),)),), "instruction 0: coefficients must be finite"),
-        ((Evaluate(out="v", row=0),), "never writes 'x'"),
+        ((Evaluate(out="v", evaluation=0),), "never writes 'x'"),
         ((), "never writes 'x'"),
     ],
 )

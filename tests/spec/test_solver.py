@@ -14,7 +14,7 @@ def run(program, x, velocity, noises=None, seen=None):
     registers = {"x": x, **(noises or {})}
     for instruction in program.instructions:
         if isinstance(instruction, Evaluate):
-            registers[instruction.out] = velocity(registers[instruction.x], program.times[instruction.row])
+            registers[instruction.out] = velocity(registers[instruction.x], program.times[instruction.evaluation])
         else:
             registers[instruction.out] = sum(c * registers[name] for name, c in instruction.terms)
             if seen is not None and instruction.out == "x":
@@ -68,7 +68,7 @@ def test_every_table_row_is_evaluated_once_in_order_and_guided(solver):
 
     evaluations = [i for i in program.instructions if isinstance(i, Evaluate)]
 
-    assert [i.row for i in evaluations] == list(range(len(program.times)))
+    assert [i.evaluation for i in evaluations] == list(range(len(program.times)))
     assert all(i.against is None for i in evaluations)
 
 

@@ -17,7 +17,7 @@ from voicehub_aot.cli import console
 from voicehub_aot.compiler.cache import cache_dir
 from voicehub_aot.engines import toolchain
 from voicehub_aot.errors import AotError, UsageError
-from voicehub_aot.spec.bucket import Ladder, waste
+from voicehub_aot.spec.bucket import Ladder, label, waste
 from voicehub_aot.spec.target import default_target, host_features, parse_target, usable_threads
 
 PACKAGES = ("voicehub-aot", "torch", "numpy", "onnx", "onnxruntime", "openvino", "triton", "tensorrt")
@@ -131,7 +131,7 @@ def show(value: Mapping[str, Any]) -> None:
         "engines",
         ("engine", "stage", "bucket", "compiled in", "why"),
         [
-            (e["engine"], e["stage"], " ".join(f"{k}={v}" for k, v in e["bucket"].items()) or "any size",
+            (e["engine"], e["stage"], label(e["bucket"]),
              f"{e['seconds']:.1f} s" if e["seconds"] else "cached", e["reason"])
             for e in value["engines"]
         ],

@@ -17,10 +17,11 @@ from voicehub_aot.artifacts import store
 from voicehub_aot.compiler.models import resolve
 from voicehub_aot.errors import GateFailed, InputMismatch, UsageError
 from voicehub_aot.proof import timing
-from voicehub_aot.proof.cases import Case, check_recording, draw, load_recording
+from voicehub_aot.proof.cases import ParityCase, check_recording, draw, load_recording
 from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.load import load
 from voicehub_aot.runtime.runtime import Runtime
+from voicehub_aot.spec.bucket import label
 
 RANDOM_TEXT = 64  # tokens of a random request
 ENGINE, EAGER = "engine", "eager"
@@ -110,8 +111,8 @@ def _random_conditioning(runtime: Runtime, lengths: Sequence[int], seed: int) ->
         if outside:
             raise UsageError(f"--length {outside[0]}: wanted {dim.min} to {dim.max} {dim.name}")
         sizes[dim.name] = max(lengths)
-    case = Case(
-        name="random", check="evaluation", bucket={}, sizes=sizes, lengths=tuple(lengths), program="", row=None,
+    case = ParityCase(
+        name="random", check="evaluation", bucket={}, sizes=sizes, lengths=tuple(lengths), program="", evaluation=None,
         guided=False, seed=seed, budget=0.0,
     )  # fmt: skip
     drawn = draw(spec, case, seed % 2**63)  # the runtime checks the seed
@@ -139,7 +140,7 @@ def bench(
         candidates[EAGER] = eager_runtime(model.region, runtime.programs.values(), manifest.model)
     return [
         {
-            "bucket": " ".join(f"{k}={v}" for k, v in t.bucket.items()) or "any",
+            "bucket": label(t.bucket),
             "rows": t.rows,
             "engine_ms": round(t.median_ms(ENGINE), 2),
             "eager_ms": round(t.median_ms(EAGER), 2) if checkpoint else None,

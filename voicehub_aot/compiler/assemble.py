@@ -14,15 +14,15 @@ import voicehub_aot
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.artifacts.manifest import EngineEntry, Manifest, StageReport, made_for
-from voicehub_aot.compiler.choose import Choice, label
+from voicehub_aot.compiler.choose import Choice
 from voicehub_aot.compiler.compile import Compiled, install
 from voicehub_aot.compiler.flops import matrix_flops
-from voicehub_aot.compiler.jobs import example_sizes
+from voicehub_aot.compiler.jobs import compile_sizes
 from voicehub_aot.compiler.ladder import choose_ladder
 from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
-from voicehub_aot.compiler.split import Staged
-from voicehub_aot.spec.bucket import Buckets, Ladder
+from voicehub_aot.compiler.split import Stages
+from voicehub_aot.spec.bucket import Buckets, Ladder, label
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.region import BATCH
 
@@ -36,20 +36,20 @@ class Parts:
 
     model: Model
     options: Options
-    staged: Staged
+    stages: Stages
     symbols: Mapping[str, str]
     settings: str | None
 
     @cached_property
     def tables(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {p.name: time_table(self.staged, p) for p in self.options.programs}
+        return {p.name: time_table(self.stages, p) for p in self.options.programs}
 
 
-def time_table(staged: Staged, program: Program) -> dict[str, torch.Tensor]:
-    """What depends on time alone, one row per evaluation: value name -> [N, ...]."""
-    clocks = [program.clock(row, staged.spec.time.name) for row in range(len(program.times))]
+def time_table(stages: Stages, program: Program) -> dict[str, torch.Tensor]:
+    """What depends on time alone, stacked by evaluation: value name -> [N, ...]."""
+    clocks = [program.clock(n, stages.spec.time.name) for n in range(len(program.times))]
     with torch.no_grad():
-        rows = [staged.table({n: torch.tensor([t], dtype=torch.float32) for n, t in clock.items()}) for clock in clocks]
+        rows = [stages.table({n: torch.tensor([t], dtype=torch.float32) for n, t in clock.items()}) for clock in clocks]
     return {name: torch.stack([row[name] for row in rows]).contiguous() for name in rows[0]}
 
 
@@ -90,8 +90,8 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
         shapes=options.shapes,
         weights_mode="shared" if all(reads) else options.weights,
         engines=tuple(entries),
-        stages=stage_reports(parts.staged, options.buckets, parts.symbols),
-        folded=tuple(sorted(parts.staged.folded)),
+        stages=stage_reports(parts.stages, options.buckets, parts.symbols),
+        folded=tuple(sorted(parts.stages.folded)),
         programs=tuple(p.name for p in options.programs),
         files=store.list_files(folder),
     )
@@ -103,7 +103,7 @@ def _ladder(parts: Parts, entries: Sequence[EngineEntry]) -> Ladder:
     kept = max(engines.kernel_bytes(e.engine, options.weights) for e in entries)
     if options.shapes == "static":
         return Ladder()
-    return choose_ladder(parts.staged, options.buckets, parts.symbols, kept)
+    return choose_ladder(parts.stages, options.buckets, parts.symbols, kept)
 
 
 def _serves(item: Compiled, choice: Choice | None) -> tuple[dict[str, int], ...] | None:
@@ -137,17 +137,17 @@ def versions(entries: Sequence[EngineEntry]) -> dict[str, str]:
     return own
 
 
-def stage_reports(staged: Staged, buckets: Buckets, symbols: Mapping[str, str]) -> dict[str, StageReport]:
+def stage_reports(stages: Stages, buckets: Buckets, symbols: Mapping[str, str]) -> dict[str, StageReport]:
     """Node counts, weights and matrix operations of each stage, the latter per bucket at one guided request."""
-    rows = len(staged.spec.guidance.branches) if staged.spec.guidance else 1
+    rows = len(stages.spec.guidance.branches) if stages.spec.guidance else 1
     axes = [a for a in buckets.axes if a != "batch"]
     result = {}
-    for stage in (staged.table, staged.prepare, staged.rows, staged.step):
+    for stage in (stages.table, stages.prepare, stages.mixed, stages.step):
         if stage is None:
             continue
         flops = {}
         for bucket in buckets.combinations(axes) or [{}]:
-            sizes = example_sizes(staged, buckets, bucket) | {BATCH: rows}
+            sizes = compile_sizes(stages, buckets, bucket) | {BATCH: rows}
             flops[label(bucket)] = matrix_flops(stage, sizes, symbols)
         result[stage.name] = StageReport(
             nodes=stage.nodes,

@@ -18,13 +18,13 @@ from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.compiler import fuse
 from voicehub_aot.compiler.assemble import Parts, assemble
 from voicehub_aot.compiler.cache import cache_dir
-from voicehub_aot.compiler.choose import EAGER, choose, label, noise
+from voicehub_aot.compiler.choose import EAGER, choose, noise
 from voicehub_aot.compiler.compile import Compiled, compile_all
 from voicehub_aot.compiler.export import MAX_ROWS, export_region
 from voicehub_aot.compiler.jobs import plan_jobs, size_spans
 from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
-from voicehub_aot.compiler.split import Staged, StagingError, split
+from voicehub_aot.compiler.split import SplitError, Stages, split
 from voicehub_aot.engines import toolchain
 from voicehub_aot.errors import (
     BuildError,
@@ -42,7 +42,7 @@ from voicehub_aot.proof.verify import report_of
 from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.load import open_artifact
 from voicehub_aot.runtime.runtime import Runtime
-from voicehub_aot.spec.bucket import Buckets, waste
+from voicehub_aot.spec.bucket import Buckets, label, waste
 from voicehub_aot.spec.region import Region
 
 log = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ def build(
         progress.stage(f"export {model.region.spec.name}")
         graph, symbols = export_region(model.region)
         progress.stage("split by binding time")
-        staged = split(graph, model.region.spec, symbols)
-        options = decided(options, staged)
-        parts = Parts(model, options, staged, symbols, settings)
+        stages = split(graph, model.region.spec, symbols)
+        options = decided(options, stages)
+        parts = Parts(model, options, stages, symbols, settings)
         compiled, left_out = _compile(parts, cache, start, progress)
         left_out = {**unable, **left_out}
         if not options.parity and not options.auto:
@@ -105,11 +105,11 @@ def able(options: Options, cache: Path, output: Path, progress: Progress) -> tup
     return replace(options, engines=left), unable
 
 
-def decided(options: Options, staged: Staged) -> Options:
+def decided(options: Options, stages: Stages) -> Options:
     """The options with the weights mode chosen, where that was left to the build."""
     if options.weights_mode != "auto":
         return options
-    shared = fuse.serves_few(staged.step, size_spans(staged.spec, options))
+    shared = fuse.serves_few(stages.step, size_spans(stages.spec, options))
     return replace(options, weights_mode="shared" if shared else "packed")
 
 
@@ -120,7 +120,7 @@ def _compile(parts: Parts, cache: Path, start: float, progress: Progress) -> tup
     left_out: dict[str, str] = {}
     exported: dict[tuple[str, int], torch.export.ExportedProgram] = {}
     for name in options.engines:
-        jobs = plan_jobs(parts.staged, options, name)
+        jobs = plan_jobs(parts.stages, options, name)
         progress.stage(f"compile {len(jobs)} stages for {name} ({options.weights_mode}, {options.shapes})")
         if options.auto and compiled and time.perf_counter() - start > options.engine_budget:
             left_out[name] = f"the budget of {options.engine_budget:g} s was spent"
@@ -202,7 +202,7 @@ class _Proof:
         if not self.parts.options.parity:
             return []
         self.progress.stage("check every engine, bucket and program")
-        rows = [staged_row(self.parts.staged)]
+        rows = [split_row(self.parts.stages)]
         for engine in (None,) if manifest.mixed else manifest.engine_names:
             rows += parity.check(open_artifact(folder, manifest, engine=engine), recording, self.progress.case)
         return rows
@@ -283,13 +283,13 @@ def _failed(report: reports.ParityReport, folder: Path, output: Path) -> ParityF
     )
 
 
-def staged_row(staged: Staged) -> reports.Row:
+def split_row(stages: Stages) -> reports.Row:
     """What the split measured of itself."""
-    error = staged.error or StagingError(float("inf"), 0.0)
+    error = stages.error or SplitError(float("inf"), 0.0)
     return reports.Row(
-        check="staged", engine="eager", bucket={}, lengths=(), program=None, time=None, guided=True,
+        check="split", engine="eager", bucket={}, lengths=(), program=None, time=None, guided=True,
         max_abs=error.worst, rel_l2=0.0, snr_db=None, first_bad_step=None, distance=error.worst,
-        budget=error.allowed, passed=error.worst <= error.allowed, note="staged graphs against the whole graph",
+        budget=error.allowed, passed=error.worst <= error.allowed, note="stages against the whole graph",
         seconds=error.seconds,
     )  # fmt: skip
 

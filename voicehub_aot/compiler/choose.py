@@ -11,21 +11,12 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from voicehub_aot.errors import BuildError
+from voicehub_aot.proof.timing import StepTime
+from voicehub_aot.spec.bucket import label
 
 EAGER = "eager"
-
-
-class Timed(Protocol):
-    """Milliseconds of one evaluation in one bucket, by candidate; the n-th figures of all are of one round."""
-
-    @property
-    def bucket(self) -> Mapping[str, int]: ...
-
-    @property
-    def samples_ms(self) -> Mapping[str, Sequence[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -45,10 +36,6 @@ class Choice:
         return tuple(dict(b) for b in self.steps.get(engine, ()) if all(b[axis] == n for axis, n in bucket.items()))
 
 
-def label(bucket: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in bucket.items()) or "any size"
-
-
 def faster(first: Sequence[float], second: Sequence[float]) -> bool:
     """True if `first` took less time in at least three rounds of four."""
     wins = sum(a < b for a, b in zip(first, second, strict=True))
@@ -61,7 +48,7 @@ def noise(samples: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def choose(times: Sequence[Timed], order: Sequence[str], refused: Collection[tuple[str, str]] = ()) -> Choice:
+def choose(times: Sequence[StepTime], order: Sequence[str], refused: Collection[tuple[str, str]] = ()) -> Choice:
     """order: the candidates, the simplest first. refused: (engine, bucket label) that did not pass parity.
 
     Raises BuildError if no engine that passed parity is left for a bucket.
@@ -89,7 +76,7 @@ def choose(times: Sequence[Timed], order: Sequence[str], refused: Collection[tup
     return Choice(prepare, ordered, {engine: "; ".join(texts) for engine, texts in reasons.items()})
 
 
-def _usable(timed: Timed, order: Sequence[str], refused: Collection[tuple[str, str]]) -> list[str]:
+def _usable(timed: StepTime, order: Sequence[str], refused: Collection[tuple[str, str]]) -> list[str]:
     where = label(timed.bucket)
     able = [engine for engine in order if engine in timed.samples_ms and (engine, where) not in refused]
     if not able:
@@ -97,11 +84,11 @@ def _usable(timed: Timed, order: Sequence[str], refused: Collection[tuple[str, s
     return [engine for engine in able if _median(timed, engine) < _median(timed, EAGER)] or able
 
 
-def _median(timed: Timed, candidate: str) -> float:
-    return statistics.median(timed.samples_ms[candidate])
+def _median(timed: StepTime, candidate: str) -> float:
+    return timed.median_ms(candidate)
 
 
-def _reason(timed: Timed, engine: str) -> str:
+def _reason(timed: StepTime, engine: str) -> str:
     """e.g. "frames=128: 75.2 ms, eager 117 (1.56x), onnxruntime 94.1"."""
     mine, eager = _median(timed, engine), _median(timed, EAGER)
     others = [f"{o} {_median(timed, o):.3g}" for o in timed.samples_ms if o not in (engine, EAGER)]

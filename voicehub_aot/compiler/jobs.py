@@ -13,8 +13,8 @@ from voicehub_aot import engines
 from voicehub_aot.compiler import fuse
 from voicehub_aot.compiler.export import example_inputs
 from voicehub_aot.compiler.options import Options
-from voicehub_aot.compiler.prepare import stacked_prepare
-from voicehub_aot.compiler.split import Staged
+from voicehub_aot.compiler.prepare import per_request
+from voicehub_aot.compiler.split import Stages
 from voicehub_aot.engines import Span
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.region import BATCH, RegionSpec, TensorSpec
@@ -55,22 +55,22 @@ class Job:
         return f"{self.engine} {self.stage_name}"
 
 
-def plan_jobs(staged: Staged, options: Options, engine: str) -> list[Job]:
+def plan_jobs(stages: Stages, options: Options, engine: str) -> list[Job]:
     """One `prepare` for every size, and a step for each combination of the sizes that are to be fixed."""
-    used = {str(s) for v in staged.step.inputs for s in v.shape}
-    values = _example_values(staged, example_sizes(staged, options.buckets, {}))
-    module, inputs, outputs = stacked_prepare(staged)
+    used = {str(s) for v in stages.step.inputs for s in v.shape}
+    values = _example_values(stages, compile_sizes(stages, options.buckets, {}))
+    module, inputs, outputs = per_request(stages)
     stacked = {v.name: torch.stack([values[v.name]] * EXAMPLE_EVALUATIONS) for v in inputs if v.shape[:1] == ("N",)}
     prepare = tuple((values | stacked)[v.name] for v in inputs)
     static = options.shapes == "static" and engines.get(engine).STATIC
     axes = [a for a in options.buckets.axes if a != "batch" and a in used] if static else []
     jobs = [Job(engine, "prepare", {}, module, inputs, outputs, prepare)]
     fuses = engines.get(engine).FUSES and options.weights == "shared"
-    spans = size_spans(staged.spec, options)
+    spans = size_spans(stages.spec, options)
     for bucket in options.buckets.combinations(axes) if axes else [{}]:
-        values = _example_values(staged, example_sizes(staged, options.buckets, bucket))
-        examples = tuple(values[v.name] for v in staged.step.inputs)
-        step = staged.step
+        values = _example_values(stages, compile_sizes(stages, options.buckets, bucket))
+        examples = tuple(values[v.name] for v in stages.step.inputs)
+        step = stages.step
         body = fuse.fused(step, spans) if fuses else step.module
         most = None if body is step.module else max(options.buckets.axes.get("batch", UNPROMISED_REQUESTS))
         jobs.append(Job(engine, "step", bucket, body, step.inputs, step.outputs, examples, most))
@@ -82,10 +82,10 @@ def plan_jobs(staged: Staged, options: Options, engine: str) -> list[Job]:
     ]
 
 
-def example_sizes(staged: Staged, buckets: Buckets, fixed: Mapping[str, int]) -> dict[str, int]:
+def compile_sizes(stages: Stages, buckets: Buckets, fixed: Mapping[str, int]) -> dict[str, int]:
     """Sizes to compile with: what is fixed, else odd numbers near the middle bucket (odd: no model size is equal)."""
     sizes = {BATCH: 2}
-    for dim in staged.spec.dims:
+    for dim in stages.spec.dims:
         promised = buckets.axes.get(dim.name, (min(dim.max, 64),))
         sizes[dim.name] = fixed.get(dim.name, min(promised[len(promised) // 2] | 1, dim.max))
     return sizes
@@ -109,10 +109,10 @@ def _between(least: int, sizes: Sequence[int]) -> tuple[Span, ...]:
     return tuple(zip(starts, sizes, strict=False))
 
 
-def _example_values(staged: Staged, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    values = example_inputs(staged.spec, sizes)
+def _example_values(stages: Stages, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    values = example_inputs(stages.spec, sizes)
     with torch.no_grad():
-        for stage in (staged.table, staged.prepare, staged.rows):
+        for stage in (stages.table, stages.prepare, stages.mixed):
             if stage is not None:
                 values.update(stage(values))
     return values

@@ -1,7 +1,8 @@
 """How finely to divide the sizes between the buckets, where an engine keeps memory for every size it has seen.
 
 A rung costs memory: the kernels of every packed product whose number of rows depends on the size. A coarse ladder
-costs time: padding. So a ladder gets as many rungs as a fixed share of the weights pays for.
+costs time: padding. So the main dimension gets as many rungs as a fixed share of the weights pays for. Further
+dimensions, such as text, cost little time, because they are read once per request: they get few rungs.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from voicehub_aot.compiler.split import Stage, Staged
-from voicehub_aot.spec.bucket import Buckets, Ladder, rungs_between
+from voicehub_aot.compiler.split import Stage, Stages
+from voicehub_aot.spec.bucket import Buckets, Ladder, doubling, rungs_between
+from voicehub_aot.spec.region import Dim
 
 KERNEL_SHARE = 1 / 8  # of the weights, for the kernels of all rungs: what a load and one request leave of 1.25
 FEWEST, MOST = 8, 32  # rungs, the promised buckets among them
@@ -20,18 +22,21 @@ aten = torch.ops.aten
 PRODUCTS = (aten.linear.default, aten.conv1d.default, aten.convolution.default)
 
 
-def choose_ladder(staged: Staged, buckets: Buckets, symbols: Mapping[str, str], kernel_bytes: int) -> Ladder:
+def choose_ladder(stages: Stages, buckets: Buckets, symbols: Mapping[str, str], kernel_bytes: int) -> Ladder:
     """kernel_bytes: what stays for each product and number of rows. No rungs where that is nothing."""
-    stages = [stage for stage in (staged.prepare, staged.rows, staged.step) if stage is not None]
-    counts = {dim.name: sum(products(stage, symbols, dim.name) for stage in stages) for dim in staged.spec.dims}
-    kept = {name: count * kernel_bytes for name, count in counts.items() if count * kernel_bytes}
-    promised = [name for name in kept if name in buckets.axes]
-    allowance = KERNEL_SHARE * sum(stage.weight_bytes for stage in stages)
-    axes: dict[str, tuple[int, ...]] = dict.fromkeys(kept, ())
-    for name in promised:
-        count = round(allowance / len(promised) / kept[name])
-        axes[name] = rungs_between(buckets.axes[name], min(max(count, FEWEST), MOST))
+    work = [stage for stage in (stages.prepare, stages.mixed, stages.step) if stage is not None]
+    allowance = KERNEL_SHARE * sum(stage.weight_bytes for stage in work)
+    axes = {}
+    for dim in stages.spec.dims:
+        if kept := kernel_bytes * sum(products(stage, symbols, dim.name) for stage in work):
+            axes[dim.name] = _rungs(dim, buckets.axes.get(dim.name, ()), allowance / kept, dim == stages.spec.main)
     return Ladder(axes=axes)
+
+
+def _rungs(dim: Dim, promised: tuple[int, ...], affordable: float, main: bool) -> tuple[int, ...]:
+    if not main:
+        return tuple(sorted({*promised, *doubling(dim.max)}))
+    return rungs_between(promised, min(max(round(affordable), FEWEST), MOST))
 
 
 def products(stage: Stage, symbols: Mapping[str, str], size: str) -> int:

@@ -7,23 +7,23 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from voicehub_aot.compiler.split import Stage, Staged, set_attribute
+from voicehub_aot.compiler.split import Stage, Stages, set_attribute
 from voicehub_aot.spec.region import BATCH, TensorSpec
 
 
-def stacked_prepare(staged: Staged) -> tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def per_request(stages: Stages) -> tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """The module that runs per request, its inputs and its outputs.
 
-    Without time x request work it is `prepare` itself. With it, the table's rows come in stacked [N, ...] and the
+    Without time x request work it is `prepare` itself. With it, the table's values come in stacked [N, ...] and the
     mixed values go out stacked, computed for all N evaluations as one batch.
     """
-    if staged.rows is None:
-        return staged.prepare.module, staged.prepare.inputs, staged.prepare.outputs
-    module = _PrepareRows(staged.prepare, staged.rows)
+    if stages.mixed is None:
+        return stages.prepare.module, stages.prepare.inputs, stages.prepare.outputs
+    module = _PrepareMixed(stages.prepare, stages.mixed)
     tables = tuple(_stacked(v) for v in module.tables)
-    raw = tuple(v for v in module.raw if v.name not in {i.name for i in staged.prepare.inputs})
-    mixed = tuple(_stacked(v) for v in staged.rows.outputs)
-    return module, (*staged.prepare.inputs, *raw, *tables), (*staged.prepare.outputs, *mixed)
+    raw = tuple(v for v in module.raw if v.name not in {i.name for i in stages.prepare.inputs})
+    mixed = tuple(_stacked(v) for v in stages.mixed.outputs)
+    return module, (*stages.prepare.inputs, *raw, *tables), (*stages.prepare.outputs, *mixed)
 
 
 def _stacked(value: TensorSpec) -> TensorSpec:
@@ -31,30 +31,30 @@ def _stacked(value: TensorSpec) -> TensorSpec:
     return value.model_copy(update={"shape": ("N", *value.shape)})
 
 
-class _PrepareRows(nn.Module):
-    """prepare, then `rows` mapped over the table's evaluations. Holds the weights of both under their own names."""
+class _PrepareMixed(nn.Module):
+    """prepare, then `mixed` mapped over the table's evaluations. Holds the weights of both under their own names."""
 
-    def __init__(self, prepare: Stage, rows: Stage) -> None:
+    def __init__(self, prepare: Stage, mixed: Stage) -> None:
         super().__init__()
-        for name, tensor in {**prepare.constants, **rows.constants}.items():
+        for name, tensor in {**prepare.constants, **mixed.constants}.items():
             set_attribute(self, name, tensor)
-        self.stages = (prepare, rows)  # in a tuple, or their weights would be registered again, under longer names
-        self.prepare_inputs, self.rows_inputs = prepare.inputs, rows.inputs
+        self.stages = (prepare, mixed)  # in a tuple, or their weights would be registered again, under longer names
+        self.prepare_inputs, self.mixed_inputs = prepare.inputs, mixed.inputs
         self.prepare_outputs = tuple(o.name for o in prepare.outputs)
         produced = set(self.prepare_outputs)
-        requests = [v for v in rows.inputs if v.name not in produced]
+        requests = [v for v in mixed.inputs if v.name not in produced]
         self.tables = tuple(v for v in requests if BATCH not in v.shape)
         self.raw = tuple(v for v in requests if BATCH in v.shape)
         self.names = tuple(dict.fromkeys(v.name for v in (*prepare.inputs, *self.raw, *self.tables)))
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = dict(zip(self.names, values, strict=True))
-        prepare, rows = (self._bound(stage) for stage in self.stages)
+        prepare, mixed_work = (self._bound(stage) for stage in self.stages)
         request = prepare(*(given[i.name] for i in self.prepare_inputs))
         given.update(zip(self.prepare_outputs, request, strict=True))
         stacked = {v.name for v in self.tables}
-        over = tuple(0 if i.name in stacked else None for i in self.rows_inputs)
-        mixed = torch.vmap(rows, in_dims=over)(*(given[i.name] for i in self.rows_inputs))
+        over = tuple(0 if i.name in stacked else None for i in self.mixed_inputs)
+        mixed = torch.vmap(mixed_work, in_dims=over)(*(given[i.name] for i in self.mixed_inputs))
         return (*request, *mixed)
 
     def _bound(self, stage: Stage) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -4,12 +4,12 @@
     nothing                 once, at build                            folded into the weights
     time only               one row per evaluation, at build          table
     request only            once per request                          prepare
-    time and request        all evaluations at once, per request      prepare (its "rows")
+    time and request        all evaluations at once, per request      prepare (its "mixed")
     state                   once per evaluation                       step
 
 The split is one walk over the graph: a value is known when all its inputs are. A value that crosses a border is
 stored there, unless it costs less to recompute than to read (`is_cheap`); sizes are read off whatever tensor is at
-hand. `split` proves itself before it returns: the staged graphs must give what the whole graph gives.
+hand. `split` proves itself before it returns: the stages graphs must give what the whole graph gives.
 """
 
 from __future__ import annotations
@@ -80,24 +80,24 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Staged:
+class Stages:
     """The region in stages. Value names are unique across stages.
 
-    table: time -> its outputs. rows: the part of `prepare` that also depends on time, None if there is none;
-    its outputs have one leading row per evaluation once stacked. folded: constants computed at build, by name.
+    table: time -> its outputs. mixed: the part of `prepare` that also depends on time, None if there is none;
+    its outputs have a leading size N, of all evaluations, once stacked. folded: constants computed at build, by name.
     """
 
     spec: RegionSpec
     table: Stage
     prepare: Stage
-    rows: Stage | None
+    mixed: Stage | None
     step: Stage
     folded: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    error: StagingError | None = None
+    error: SplitError | None = None
 
 
 @dataclass(frozen=True)
-class StagingError:
+class SplitError:
     """Largest difference between the whole graph and the stages on random inputs, and the most it may be.
 
     seconds: what measuring it took.
@@ -304,7 +304,7 @@ def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
     root.register_buffer(leaf, tensor)
 
 
-def split(source: fx.GraphModule, spec: RegionSpec, symbols: Mapping[str, str]) -> Staged:
+def split(source: fx.GraphModule, spec: RegionSpec, symbols: Mapping[str, str]) -> Stages:
     """The region's graph (from `export.export_region`) in stages, checked against the whole. Raises StageFailed."""
     work = _Split(source, spec, symbols)
     known = work.known
@@ -337,43 +337,43 @@ def split(source: fx.GraphModule, spec: RegionSpec, symbols: Mapping[str, str]) 
         return [n for n in source.graph.nodes if n in wanted]
 
     _, into_step = work.needs(results[:1], is_state)
-    mixed = stored(into_step, is_mixed)
-    _, into_rows = work.needs(mixed, is_mixed)
-    crossing = into_step | into_rows
+    crossing_mixed = stored(into_step, is_mixed)
+    _, into_mixed = work.needs(crossing_mixed, is_mixed)
+    crossing = into_step | into_mixed
     request, time = stored(crossing, is_request), stored(crossing, is_time)
 
     step = work.build("step", results[:1], is_state, [spec.outputs[0]])
-    rows = work.build("rows", mixed, is_mixed, [n.name for n in mixed]) if mixed else None
+    mixed = work.build("mixed", crossing_mixed, is_mixed, [n.name for n in crossing_mixed]) if crossing_mixed else None
     prepare = work.build(
         "prepare", request + results[1:], is_request, [n.name for n in request] + list(spec.outputs[1:])
     )
     table = work.build("table", time, is_time, [value_name(n) for n in time])
-    staged = Staged(spec, table, prepare, rows, step, work.folded)
+    stages = Stages(spec, table, prepare, mixed, step, work.folded)
     start = clock.perf_counter()
-    error = check(staged, source)
-    return replace(staged, error=replace(error, seconds=clock.perf_counter() - start))
+    error = check(stages, source)
+    return replace(stages, error=replace(error, seconds=clock.perf_counter() - start))
 
 
-def run_staged(staged: Staged, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def run_staged(stages: Stages, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All stages in turn on one set of region inputs: every output of the region. For checks, not for speed."""
     values = dict(inputs)
-    for stage in (staged.table, staged.prepare, staged.rows, staged.step):
+    for stage in (stages.table, stages.prepare, stages.mixed, stages.step):
         if stage is not None:
             values.update(stage(values))
-    return {name: values[name] for name in staged.spec.outputs}
+    return {name: values[name] for name in stages.spec.outputs}
 
 
-def check(staged: Staged, source: fx.GraphModule, seeds: Iterable[int] = (1, 2)) -> StagingError:
+def check(stages: Stages, source: fx.GraphModule, seeds: Iterable[int] = (1, 2)) -> SplitError:
     """Whole graph against stages on random inputs: equal up to float32 rounding, else StageFailed."""
-    error = StagingError(0.0, 0.0)
+    error = SplitError(0.0, 0.0)
     with torch.no_grad():
         for seed in seeds:
-            inputs = example_inputs(staged.spec, example_sizes(staged.spec), seed)
+            inputs = example_inputs(stages.spec, example_sizes(stages.spec), seed)
             whole = source(**inputs)
             whole = whole if isinstance(whole, tuple) else (whole,)
-            for name, want, got in zip(staged.spec.outputs, whole, run_staged(staged, inputs).values(), strict=True):
+            for name, want, got in zip(stages.spec.outputs, whole, run_staged(stages, inputs).values(), strict=True):
                 worst, allowed = (want - got).abs().max().item(), ROUNDING * want.abs().max().item()
-                error = max(error, StagingError(worst, allowed), key=lambda e: e.worst)
+                error = max(error, SplitError(worst, allowed), key=lambda e: e.worst)
                 if not worst <= allowed:
-                    raise StageFailed(f"region {staged.spec.name}: staged {name!r} is off by {worst:.3g} (seed {seed})")
+                    raise StageFailed(f"region {stages.spec.name}: stages {name!r} is off by {worst:.3g} (seed {seed})")
     return error

@@ -24,7 +24,7 @@ from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.region import RegionSpec, TensorSpec
 
 BUNDLE = "bundle.json"
-BUNDLE_VERSION = 1
+BUNDLE_VERSION = 2
 ONNX_ENGINE = "onnxruntime"
 FORMULAS = {  # v: the velocity of each branch
     "classifier_free": "velocity = v[0] + sum over k of scales[k] * (v[0] - v[k + 1])",
@@ -99,10 +99,11 @@ def describe(
                           Branches with a scale below `off_below`, and those that an `evaluate` does not name in
                           `against` (null = all), do not count, and need not be run.
     stages                graphs. An input's `source`: the state, the request (conditioning, lengths, ends, flags), the
-                          table, or what prepare computed. `by_row`: of it, the row that `evaluate` names.
+                          table, or what prepare computed. `by_evaluation`: the part of it that belongs to the
+                          evaluation which `evaluate` names.
     programs              the loop, two instructions over named registers, "x" holding the noise and then the result,
                           `noises` fresh noise;
-                          `tables`: values known before any request, one row an evaluation, at an offset in a file
+                          `tables`: values known before any request, stacked by evaluation, at an offset in a file
     promised              largest sizes that the parity report covers, by bucket axis
     """
     spec, table = manifest.region, manifest.stages["table"].outputs
@@ -151,15 +152,15 @@ def _source(
     entries: Mapping[str, EngineEntry],
     table: Iterable[TensorSpec],
 ) -> dict[str, Any]:
-    """Where a stage's input comes from, as the runtime (staged.py) finds it."""
+    """Where a stage's input comes from, as the runtime (stages.py) finds it."""
     if wanted.name == spec.state.name:
-        return {"source": "state", "by_row": False}
+        return {"source": "state", "by_evaluation": False}
     if wanted.name in {v.name for v in table}:
-        return {"source": "table", "by_row": stage == "step"}
+        return {"source": "table", "by_evaluation": stage == "step"}
     computed = {o.name: o for o in entries["prepare"].outputs}
     if stage == "step" and wanted.name in computed:
-        return {"source": "prepare", "by_row": computed[wanted.name].shape[:1] == ("N",)}
-    return {"source": "request", "by_row": False}
+        return {"source": "prepare", "by_evaluation": computed[wanted.name].shape[:1] == ("N",)}
+    return {"source": "request", "by_evaluation": False}
 
 
 def _place(value: TensorSpec, program: Program, places: Mapping[str, tuple[int, int]]) -> dict[str, Any]:

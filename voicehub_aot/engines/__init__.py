@@ -28,7 +28,6 @@ ENGINES = (
     "openvino",
     "tensorrt",
 )
-WEIGHTS = "weights.safetensors"  # the artifact's one weight file
 Weights = Literal["packed", "shared"]
 Span = tuple[int, int]  # of a size: from, to, both included
 

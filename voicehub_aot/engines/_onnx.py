@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from voicehub_aot.artifacts import store
-from voicehub_aot.engines import WEIGHTS, Source, StageCode, Weights, code_digest
+from voicehub_aot.engines import Source, StageCode, Weights, code_digest
 from voicehub_aot.errors import ArtifactCorrupt, CompileFailed, MissingDependency
 from voicehub_aot.spec.target import Target
 
@@ -108,12 +108,12 @@ def place(compiled: Path, root: Path, name: str) -> str:
 
     source = compiled / MODEL if compiled.is_dir() else compiled
     proto = onnx.load(source, load_external_data=False)
-    places = store.tensor_places(root / WEIGHTS)
+    places = store.tensor_places(root / store.WEIGHTS)
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             offset, length = places[tensor.name]
             del tensor.external_data[:]
-            for key, value in (("location", WEIGHTS), ("offset", offset), ("length", length)):
+            for key, value in (("location", store.WEIGHTS), ("offset", offset), ("length", length)):
                 tensor.external_data.add(key=key, value=str(value))
     path = f"{name}.onnx"
     onnx.save(proto, root / path)
@@ -300,5 +300,10 @@ def _leave_weights_outside(model: ir.Model, code: StageCode) -> None:
         tensor = value.const_value
         if value.name in code.weights and tensor is not None:
             value.const_value = onnx_ir.ExternalTensor(
-                WEIGHTS, 0, tensor.nbytes, tensor.dtype, shape=onnx_ir.Shape(tensor.shape.numpy()), name=str(value.name)
+                store.WEIGHTS,
+                0,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=onnx_ir.Shape(tensor.shape.numpy()),
+                name=str(value.name),
             )

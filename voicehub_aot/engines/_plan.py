@@ -21,7 +21,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save_file
 
-from voicehub_aot.engines import WEIGHTS, Source, Span, StageCode, _onnx
+from voicehub_aot.artifacts import store
+from voicehub_aot.engines import Source, Span, StageCode, _onnx
 from voicehub_aot.errors import (
     ArtifactCorrupt,
     CompileFailed,
@@ -153,7 +154,7 @@ def write_graph(code: StageCode, scratch: Path) -> Graph:
     bare = scratch / "bare"
     _onnx.write(code, bare, composed=(torch.ops.voicehub_aot.depthwise.default,))
     save_file({n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in code.weights.items()},
-              scratch / WEIGHTS)  # fmt: skip
+              scratch / store.WEIGHTS)  # fmt: skip
     path = scratch / _onnx.place(bare, scratch, code.name)
     proto = onnx.load(path, load_external_data=False)
     outside = [t.name for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]

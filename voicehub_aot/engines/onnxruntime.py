@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from voicehub_aot.engines import WEIGHTS, Source, _memory, _onnx
+from voicehub_aot.artifacts import store
+from voicehub_aot.engines import Source, _memory, _onnx
 from voicehub_aot.errors import ArtifactCorrupt, EngineUnavailable, InternalError, MissingDependency
 from voicehub_aot.spec.target import Target
 
@@ -112,7 +113,7 @@ def _session(source: Source, device: str) -> onnxruntime.InferenceSession:
             "its libraries for this device are missing or do not match"
         )
     session.kept = values  # the session reads in place what it did not lay out anew
-    for mapping in _memory.mappings(source.root / WEIGHTS):  # of matrices it now has its own layout
+    for mapping in _memory.mappings(source.root / store.WEIGHTS):  # of matrices it now has its own layout
         _memory.release(mapping)
     return session
 

@@ -32,10 +32,10 @@ STEP_SAMPLES = 4096  # state elements kept per step to name the first bad one
 NO_DIM = Dim(name="", max=1, doc="stands in for the main dimension where only the number of rows varies")
 
 
-class Case(BaseModel):
+class ParityCase(BaseModel):
     """One recorded case. Its inputs are drawn from `seed`, its results lie in the recording's tensors under `name`.
 
-    row: the program's table row for a single evaluation, None for a whole trajectory. guided: default scale or none.
+    evaluation: the one of the program's that is run alone, None for a whole trajectory. guided: default scale or none.
     budget: the most that an element may differ by. budget_l2: the most that the relative norm of the difference may
     be; infinite in recordings of earlier versions. spread: what the budgets rest on.
     """
@@ -47,7 +47,7 @@ class Case(BaseModel):
     sizes: dict[str, Size]
     lengths: tuple[int, ...]
     program: str
-    row: Annotated[int, Field(ge=0)] | None
+    evaluation: Annotated[int, Field(ge=0)] | None
     guided: bool
     seed: int
     budget: FiniteFloat
@@ -56,18 +56,18 @@ class Case(BaseModel):
     note: str = ""
 
 
-CASES = TypeAdapter(tuple[Case, ...])
+CASES = TypeAdapter(tuple[ParityCase, ...])
 
 
 @dataclass(frozen=True)
 class Recording:
     """cases and, per case, "<name>/float32", "<name>/correction" (float64 result minus it) and "<name>/steps"."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[ParityCase, ...]
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def row_lengths(spec: RegionSpec, case: Case) -> dict[str, list[int]]:
+def row_lengths(spec: RegionSpec, case: ParityCase) -> dict[str, list[int]]:
     """Valid sizes of each row, by dimension that has lengths. In padding cases every such dimension is ragged."""
     lengths = {}
     for dim in spec.dims:
@@ -80,7 +80,7 @@ def row_lengths(spec: RegionSpec, case: Case) -> dict[str, list[int]]:
     return lengths
 
 
-def draw(spec: RegionSpec, case: Case, seed: int) -> dict[str, Any]:
+def draw(spec: RegionSpec, case: ParityCase, seed: int) -> dict[str, Any]:
     """A random valid request: the state under its own name, conditioning, and the lengths.
 
     Beyond a row's length float tensors hold NaN: the runtime must never read it.
@@ -104,11 +104,11 @@ def draw(spec: RegionSpec, case: Case, seed: int) -> dict[str, Any]:
     return request | {str(spec.dim(dim).length): values for dim, values in lengths.items()}
 
 
-def run(runtime: Runtime, case: Case, request: Mapping[str, Any]) -> list[torch.Tensor]:
+def run(runtime: Runtime, case: ParityCase, request: Mapping[str, Any]) -> list[torch.Tensor]:
     """The states of a trajectory, or the one velocity of an evaluation."""
     arguments = dict(request)
     state = arguments.pop(runtime.spec.state.name)
-    if case.row is None:
+    if case.evaluation is None:
         scale = None if case.guided else 0.0
         guidance = scale if runtime.spec.guidance else None
         program = runtime.programs[case.program]
@@ -116,7 +116,7 @@ def run(runtime: Runtime, case: Case, request: Mapping[str, Any]) -> list[torch.
         return list(
             runtime.trajectory(noise=state, step_noise=fresh, program=program.name, guidance=guidance, **arguments)
         )
-    return [evaluation(runtime, case, case.row, {runtime.spec.state.name: state, **arguments})]
+    return [evaluate(runtime, case, case.evaluation, {runtime.spec.state.name: state, **arguments})]
 
 
 def step_noise(program: Program, state: torch.Tensor, seed: int) -> torch.Tensor | None:
@@ -127,16 +127,16 @@ def step_noise(program: Program, state: torch.Tensor, seed: int) -> torch.Tensor
     return torch.randn([len(program.noises), *state.shape], generator=generator, dtype=torch.float32, device="cpu")
 
 
-def evaluation(runtime: Runtime, case: Case, row: int, request: Mapping[str, Any]) -> torch.Tensor:
-    """The velocity at one table row, of every branch if the case is guided."""
+def evaluate(runtime: Runtime, case: ParityCase, evaluation: int, request: Mapping[str, Any]) -> torch.Tensor:
+    """The velocity of one evaluation, of every branch if the case is guided."""
     arguments = dict(request)
     state, program = arguments.pop(runtime.spec.state.name), runtime.programs[case.program]
-    clock = program.clock(row, runtime.spec.time.name)
+    clock = program.clock(evaluation, runtime.spec.time.name)
     time = clock.pop(runtime.spec.time.name)
     return runtime.evaluate(state, time, extra_times=clock, packed=case.guided, **arguments)
 
 
-def row_alone(spec: RegionSpec, case: Case, request: Mapping[str, Any], row: int) -> dict[str, Any]:
+def row_alone(spec: RegionSpec, case: ParityCase, request: Mapping[str, Any], row: int) -> dict[str, Any]:
     """Row `row` of a request by itself, cut to its own lengths."""
     lengths = row_lengths(spec, case)
     alone: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def row_alone(spec: RegionSpec, case: Case, request: Mapping[str, Any], row: int
 
 def plan(
     spec: RegionSpec, programs: Mapping[str, Program], buckets: list[dict[str, int]], max_batch: int
-) -> Iterator[Case]:
+) -> Iterator[ParityCase]:
     """The cases for these buckets, their budgets still open (0)."""
     dim = spec.main or NO_DIM
     guidance = spec.guidance is not None
@@ -165,20 +165,20 @@ def plan(
         def case(
             check: Literal["evaluation", "padding", "trajectory"],
             program: Program,
-            row: int | None,
+            evaluation: int | None,
             lengths: tuple[int, ...],
             guided: bool = guidance,
             bucket: dict[str, int] = bucket,
             sizes: dict[str, int] = sizes,
             seed: int = number,
-        ) -> Case:
-            return Case(
+        ) -> ParityCase:
+            return ParityCase(
                 name="/".join(
                     [
                         check,
                         "-".join(f"{k}{v}" for k, v in bucket.items()) or "any",
                         program.name,
-                        "all" if row is None else f"row{row}",
+                        "all" if evaluation is None else f"evaluation{evaluation}",
                         "x".join(map(str, lengths)),
                         "guided" if guided else "single",
                     ]
@@ -188,15 +188,15 @@ def plan(
                 sizes={**sizes, BATCH: len(lengths), **{n: max(lengths) for n in sizes if n == dim.name}},
                 lengths=lengths,
                 program=program.name,
-                row=row,
+                evaluation=evaluation,
                 guided=guided,
                 seed=sum(lengths) + 7 * seed,
                 budget=0.0,
             )
 
         middle = len(first.times) // 2
-        for row in sorted({0, middle, len(first.times) - 1}):
-            yield case("evaluation", first, row, (size,))
+        for evaluation in sorted({0, middle, len(first.times) - 1}):
+            yield case("evaluation", first, evaluation, (size,))
         if size > dim.min:
             yield case("evaluation", first, middle, (max(dim.min, (2 * size) // 3),))
         if guidance:
@@ -258,7 +258,7 @@ def check_recording(recording: Recording, spec: RegionSpec, programs: Mapping[st
 
 
 def _problems(
-    case: Case, tensors: Mapping[str, torch.Tensor], spec: RegionSpec, programs: Mapping[str, Program]
+    case: ParityCase, tensors: Mapping[str, torch.Tensor], spec: RegionSpec, programs: Mapping[str, Program]
 ) -> Iterator[str]:
     limits = {dim.name: (dim.min, dim.max) for dim in spec.dims} | {BATCH: (1, MOST_ROWS)}
     longest = case.sizes.get(spec.main_dim or "", 1)
@@ -271,22 +271,22 @@ def _problems(
         yield f"has the seed {case.seed}, wanted at most {LARGEST_SEED}"
     elif case.program not in programs:
         yield f"is of the program {case.program!r}, which the artifact does not hold"
-    elif case.row is not None and not case.row < len(programs[case.program].times):
-        yield f"evaluates row {case.row} of {len(programs[case.program].times)}"
+    elif case.evaluation is not None and not case.evaluation < len(programs[case.program].times):
+        yield f"runs evaluation {case.evaluation} of {len(programs[case.program].times)}"
     else:
         yield from _result_problems(case, tensors, spec, programs[case.program])
 
 
 def _result_problems(
-    case: Case, tensors: Mapping[str, torch.Tensor], spec: RegionSpec, program: Program
+    case: ParityCase, tensors: Mapping[str, torch.Tensor], spec: RegionSpec, program: Program
 ) -> Iterator[str]:
-    branches = len(spec.guidance.branches) if spec.guidance and case.guided and case.row is not None else 1
+    branches = len(spec.guidance.branches) if spec.guidance and case.guided and case.evaluation is not None else 1
     shape = [case.sizes[s] if isinstance(s, str) else s for s in spec.state.shape]
     result = [shape[0] * branches, *shape[1:]]
     wanted = {f"{case.name}/float32": result}
     if f"{case.name}/correction" in tensors:
         wanted[f"{case.name}/correction"] = result
-    if case.row is None:
+    if case.evaluation is None:
         count = sum(instruction.out == STATE for instruction in program.instructions)
         wanted[f"{case.name}/steps"] = [count, thin(torch.empty(shape)).numel()]
     for name, sizes in wanted.items():

@@ -34,7 +34,7 @@ import torch
 from voicehub_aot.artifacts.report import Row, Spread, measure
 from voicehub_aot.errors import ArtifactCorrupt, StageFailed
 from voicehub_aot.proof import noise
-from voicehub_aot.proof.cases import Case, Recording, draw, evaluation, plan, row_alone, run, step_noise, thin
+from voicehub_aot.proof.cases import ParityCase, Recording, draw, evaluate, plan, row_alone, run, step_noise, thin
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.region import BATCH
 
@@ -52,7 +52,7 @@ EXACT_SECONDS = 20.0
 class _Measured:
     """One case on the model's module. exact: the float64 result, None where that took too long."""
 
-    case: Case
+    case: ParityCase
     request: Mapping[str, Any]
     float32: list[torch.Tensor]
     exact: torch.Tensor | None
@@ -62,7 +62,7 @@ class _Measured:
     @property
     def key(self) -> tuple[str, bool] | None:
         """What a whole program's relative spread is kept under."""
-        return (self.case.program, self.case.guided) if self.case.row is None else None
+        return (self.case.program, self.case.guided) if self.case.evaluation is None else None
 
     @property
     def result(self) -> torch.Tensor:
@@ -74,7 +74,7 @@ class _Measured:
         worst = (max(self.spread.max_abs, max_abs), max(self.spread.rel_l2, rel_l2))
         self.spread = Spread(runs=self.spread.runs + 1, max_abs=worst[0], rel_l2=worst[1])
 
-    def judged(self, relative: Mapping[tuple[str, bool] | None, Spread]) -> Case:
+    def judged(self, relative: Mapping[tuple[str, bool] | None, Spread]) -> ParityCase:
         """The case with its budgets. relative: spread by program, as a share of the largest value."""
         largest = self.result.abs().max().item()
         spread, note = self.spread, self.case.note
@@ -125,19 +125,21 @@ def record(
         tensors[f"{one.case.name}/float32"] = last.contiguous()
         if one.exact is not None:
             tensors[f"{one.case.name}/correction"] = (one.exact - last.double()).float().contiguous()
-        if one.case.row is None:
+        if one.case.evaluation is None:
             tensors[f"{one.case.name}/steps"] = torch.stack([thin(state) for state in one.float32])
     return Recording(tuple(one.judged(relative) for one in cases), tensors)
 
 
-def _measured(eager: Runtime, exact: Runtime, case: Case, known: Collection[tuple[str, bool] | None]) -> _Measured:
+def _measured(
+    eager: Runtime, exact: Runtime, case: ParityCase, known: Collection[tuple[str, bool] | None]
+) -> _Measured:
     """The case in float32 and float64. known: programs whose spread was measured at a smaller bucket."""
     request = draw(eager.spec, case, case.seed)
     start = time.perf_counter()
     float32 = _reference(eager, case, request)
     seconds = time.perf_counter() - start
     one = _Measured(case, request, float32, None, seconds, Spread(runs=0, max_abs=0.0, rel_l2=0.0))
-    if one.key not in known or case.row is not None or seconds <= EXACT_SECONDS:
+    if one.key not in known or case.evaluation is not None or seconds <= EXACT_SECONDS:
         one.exact = _reference(exact, case, request)[-1].double()
         one.add(float32[-1])
         if not one.spread.max_abs <= SANE * one.exact.abs().max().item():
@@ -156,7 +158,7 @@ def _moved_run(moved: Runtime, one: _Measured, seed: int) -> torch.Tensor:
         return _reference(moved, one.case, request)[-1]
 
 
-def _reference(runtime: Runtime, case: Case, request: Mapping[str, Any]) -> list[torch.Tensor]:
+def _reference(runtime: Runtime, case: ParityCase, request: Mapping[str, Any]) -> list[torch.Tensor]:
     """What the case should give: the rows alone for padding cases, put back side by side; else the run itself."""
     if case.check != "padding":
         return run(runtime, case, request)
@@ -185,16 +187,16 @@ def check(runtime: Runtime, recording: Recording, progress: Callable[[str], None
     return rows
 
 
-def engine_of(runtime: Runtime, case: Case) -> str:
+def engine_of(runtime: Runtime, case: ParityCase) -> str:
     return runtime.engine_at(**{d.name: case.sizes[d.name] for d in runtime.spec.dims})
 
 
-def _judge(case: Case, got: list[torch.Tensor], recording: Recording, runtime: Runtime) -> Row:
+def _judge(case: ParityCase, got: list[torch.Tensor], recording: Recording, runtime: Runtime) -> Row:
     try:
         want = recording.tensors[f"{case.name}/float32"]
         correction = recording.tensors.get(f"{case.name}/correction")
         exact = want.double() if correction is None else want.double() + correction.double()
-        expected_steps = recording.tensors[f"{case.name}/steps"] if case.row is None else None
+        expected_steps = recording.tensors[f"{case.name}/steps"] if case.evaluation is None else None
     except KeyError as error:
         raise ArtifactCorrupt(f"the parity recording lacks {error}; rebuild the artifact") from error
     max_abs, rel_l2, snr_db = measure(got[-1], want)
@@ -210,7 +212,7 @@ def _judge(case: Case, got: list[torch.Tensor], recording: Recording, runtime: R
         bucket=case.bucket,
         lengths=case.lengths,
         program=case.program,
-        time=None if case.row is None else runtime.programs[case.program].times[case.row],
+        time=None if case.evaluation is None else runtime.programs[case.program].times[case.evaluation],
         guided=case.guided,
         max_abs=max_abs,
         rel_l2=rel_l2,
@@ -227,7 +229,7 @@ def _judge(case: Case, got: list[torch.Tensor], recording: Recording, runtime: R
     )
 
 
-def sensitivity(runtime: Runtime, base: Case) -> list[Row]:
+def sensitivity(runtime: Runtime, base: ParityCase) -> list[Row]:
     """Other noise, time, guidance scale and conditioning must each give other output than `base` (full length)."""
     spec = runtime.spec
     program = runtime.programs[base.program]
@@ -236,8 +238,8 @@ def sensitivity(runtime: Runtime, base: Case) -> list[Row]:
     other.update({i.name: ~request[i.name] for i in spec.conditioning if i.dtype == "bool" and i.shape == (BATCH,)})
     lengths = {k: v for k, v in request.items() if isinstance(v, list)}
 
-    def velocity(changed: str | None, row: int = 0) -> torch.Tensor:
-        return evaluation(runtime, base, row, {k: other[k] if k == changed else v for k, v in request.items()})
+    def velocity(changed: str | None, at: int = 0) -> torch.Tensor:
+        return evaluate(runtime, base, at, {k: other[k] if k == changed else v for k, v in request.items()})
 
     def final(guidance: Mapping[str, float] | None) -> torch.Tensor:
         arguments = {k: v for k, v in request.items() if k != spec.state.name}
@@ -258,7 +260,9 @@ def sensitivity(runtime: Runtime, base: Case) -> list[Row]:
     return [_changed(runtime, base, name, trial, want) for name, trial, want in trials]
 
 
-def _changed(runtime: Runtime, base: Case, name: str, trial: Callable[[], torch.Tensor], want: torch.Tensor) -> Row:
+def _changed(
+    runtime: Runtime, base: ParityCase, name: str, trial: Callable[[], torch.Tensor], want: torch.Tensor
+) -> Row:
     """The row of a trial with another `name`, which must give something else than `want`."""
     start = time.perf_counter()
     change = ((trial() - want).norm() / want.norm()).item()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from voicehub_aot.proof.cases import Case, Recording, draw
+from voicehub_aot.proof.cases import ParityCase, Recording, draw
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.region import BATCH
 
@@ -92,16 +92,16 @@ def seconds_of_others(stat: Path = Path("/proc/stat")) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def _one_per_bucket(cases: Iterable[Case]) -> list[Case]:
+def _one_per_bucket(cases: Iterable[ParityCase]) -> list[ParityCase]:
     """The first full-length evaluation of each bucket."""
-    found: dict[str, Case] = {}
+    found: dict[str, ParityCase] = {}
     for case in cases:
         if case.check == "evaluation":
             found.setdefault(json.dumps(case.bucket), case)
     return list(found.values())
 
 
-def _evaluation(runtime: Runtime, case: Case) -> Callable[[], object]:
+def _evaluation(runtime: Runtime, case: ParityCase) -> Callable[[], object]:
     """A prepared evaluation, ready to be called again and again."""
     request = draw(runtime.spec, case, case.seed)
-    return runtime.stepper(request.pop(runtime.spec.state.name), case.program, case.row or 0, **request)
+    return runtime.stepper(request.pop(runtime.spec.state.name), case.program, case.evaluation or 0, **request)

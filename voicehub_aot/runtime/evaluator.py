@@ -1,4 +1,4 @@
-"""What computes velocities: the interface, and the staged graphs run by engines."""
+"""What computes velocities: the interface, and a region's stages run by engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from voicehub_aot.spec.region import BATCH, RegionSpec, TensorSpec, row_blocks
 class Prepared(Protocol):
     """One request's values, computed once."""
 
-    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor: ...
+    def velocity(self, evaluation: int, state: torch.Tensor) -> torch.Tensor: ...
 
     def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]: ...
 
@@ -46,8 +46,8 @@ class Evaluator(Protocol):
 
 
 @dataclass(frozen=True)
-class StagedEvaluator:
-    """The staged graphs run by engines.
+class EngineEvaluator:
+    """A region's stages run by engines.
 
     tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes, and
     serves them when it was chosen for the promised bucket they fall into. watch: over the files that are read in place.
@@ -64,7 +64,7 @@ class StagedEvaluator:
     any_time: bool = False
     dtype: torch.dtype = torch.float32
 
-    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> StagedPrepared:
+    def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> EnginePrepared:
         if self.watch is not None:
             self.watch.check()
         if self.heap is not None:
@@ -74,10 +74,10 @@ class StagedEvaluator:
         values = {**inputs, **table}
         results = engine([values[i.name] for i in entry.inputs])
         computed = dict(zip((o.name for o in entry.outputs), results, strict=True))
-        stacked = {o.name: computed.pop(o.name) for o in entry.outputs if o.shape[:1] == ("N",)}
+        changing = {o.name: computed.pop(o.name) for o in entry.outputs if o.shape[:1] == ("N",)}
         step, step_engine = self._step_for(sizes)
-        return StagedPrepared(
-            self.spec, step, step_engine, {**inputs, **computed}, {**table, **stacked}, len(program.times)
+        return EnginePrepared(
+            self.spec, step, step_engine, {**inputs, **computed}, {**table, **changing}, len(program.times)
         )
 
     def engine_at(self, sizes: Mapping[str, int]) -> str:
@@ -92,7 +92,7 @@ class StagedEvaluator:
         raise EngineUnavailable(f"no step engine was built for sizes {dict(sizes)}")
 
 
-class StagedPrepared:
+class EnginePrepared:
     """Input lists of the step engine, one per evaluation, complete but for the state."""
 
     def __init__(
@@ -101,33 +101,33 @@ class StagedPrepared:
         step: EngineEntry,
         engine: StageEngine,
         values: Mapping[str, torch.Tensor],
-        rows: Mapping[str, torch.Tensor],
+        changing: Mapping[str, torch.Tensor],
         evaluations: int,
     ) -> None:
-        self.spec, self.step, self.engine, self.values, self.rows = spec, step, engine, values, rows
+        self.spec, self.step, self.engine, self.values, self.changing = spec, step, engine, values, changing
         self.evaluations = evaluations
         self.state_at = next(i for i, v in enumerate(step.inputs) if v.name == spec.state.name)
         self.calls = [[self._value(v, n) for v in step.inputs] for n in range(evaluations)]
 
-    def _value(self, wanted: TensorSpec, row: int) -> Any:
+    def _value(self, wanted: TensorSpec, evaluation: int) -> Any:
         if wanted.name == self.spec.state.name:
             return None
-        return self.rows[wanted.name][row] if wanted.name in self.rows else self.values[wanted.name]
+        return self.changing[wanted.name][evaluation] if wanted.name in self.changing else self.values[wanted.name]
 
-    def velocity(self, row: int, state: torch.Tensor) -> torch.Tensor:
-        call = self.calls[row]
+    def velocity(self, evaluation: int, state: torch.Tensor) -> torch.Tensor:
+        call = self.calls[evaluation]
         call[self.state_at] = state
         return self.engine(call)[0]
 
     def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: self.values[name] for name in self.spec.outputs[1:]}
 
-    def blocks(self, wanted: Sequence[int], rows: int) -> StagedPrepared:
-        values, stacked = dict(self.values), dict(self.rows)
+    def blocks(self, wanted: Sequence[int], rows: int) -> EnginePrepared:
+        values, changing = dict(self.values), dict(self.changing)
         kept = row_blocks(wanted, rows)
         for value in self.step.inputs:
             if BATCH in value.shape and value.name in values:
                 values[value.name] = values[value.name].index_select(value.shape.index(BATCH), kept)
-            elif BATCH in value.shape and value.name in stacked:
-                stacked[value.name] = stacked[value.name].index_select(value.shape.index(BATCH) + 1, kept)
-        return StagedPrepared(self.spec, self.step, self.engine, values, stacked, self.evaluations)
+            elif BATCH in value.shape and value.name in changing:
+                changing[value.name] = changing[value.name].index_select(value.shape.index(BATCH) + 1, kept)
+        return EnginePrepared(self.spec, self.step, self.engine, values, changing, self.evaluations)

@@ -29,7 +29,7 @@ from voicehub_aot.errors import (
     VersionUnsupported,
 )
 from voicehub_aot.runtime import forks
-from voicehub_aot.runtime.evaluator import StagedEvaluator
+from voicehub_aot.runtime.evaluator import EngineEvaluator
 from voicehub_aot.runtime.heap import HeapTrim
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.bucket import Overflow
@@ -139,7 +139,7 @@ def open_artifact(
     tables = {name: store.time_table(program, manifest, tensors) for name, program in programs.items()}
     keeps = any(engines.kernel_bytes(e.engine, manifest.weights_mode) for e in entries)
     heap = HeapTrim() if keeps else None
-    evaluator = StagedEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch, heap)
+    evaluator = EngineEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch, heap)
     return Runtime(
         manifest.region,
         evaluator,

@@ -12,7 +12,7 @@ from voicehub_aot.spec.guidance import EQUATIONS
 from voicehub_aot.spec.program import STATE, Evaluate, Program
 
 Against = tuple[str, ...] | None  # as in `Evaluate`
-# (table row, state [B, ...], branches to guide against) -> velocity [B, ...]
+# (evaluation, state [B, ...], branches to guide against) -> velocity [B, ...]
 Velocity = Callable[[int, torch.Tensor, Against], torch.Tensor]
 
 
@@ -34,7 +34,7 @@ def steps(
     for instruction in program.instructions:
         if start <= done and (stop is None or done < stop):
             if isinstance(instruction, Evaluate):
-                value = velocity(instruction.row, registers[instruction.x], instruction.against)
+                value = velocity(instruction.evaluation, registers[instruction.x], instruction.against)
             else:
                 value = combine([(registers[name], factor) for name, factor in instruction.terms])
             registers[instruction.out] = value
@@ -45,7 +45,7 @@ def steps(
 
 @dataclass(frozen=True)
 class Pack:
-    """Branches evaluated at once. velocity: (table row, [(1 + K) B, ...]) -> alike. scales: of the K others."""
+    """Branches evaluated at once. velocity: (evaluation, [(1 + K) B, ...]) -> alike. scales: of the K others."""
 
     velocity: Callable[[int, torch.Tensor], torch.Tensor]
     scales: tuple[float, ...]
@@ -60,12 +60,12 @@ def guided(packs: Mapping[Against, Pack], equation: str, like: torch.Tensor) -> 
     copies = like.new_empty((most, *like.shape))
     combined = EQUATIONS[equation]
 
-    def velocity(row: int, state: torch.Tensor, against: Against) -> torch.Tensor:
+    def velocity(evaluation: int, state: torch.Tensor, against: Against) -> torch.Tensor:
         pack = packs[against]
         if not pack.scales:
-            return pack.velocity(row, state)
+            return pack.velocity(evaluation, state)
         packed = copies[: 1 + len(pack.scales)]
         packed.copy_(state)
-        return combined(pack.velocity(row, packed.flatten(0, 1)), pack.scales)
+        return combined(pack.velocity(evaluation, packed.flatten(0, 1)), pack.scales)
 
     return velocity

@@ -36,8 +36,8 @@ class Moments:
         """Velocity where rows may have different times: one evaluation per distinct clock, its rows kept."""
         result: torch.Tensor | None = None
         for clock in {tuple(clock.items()): clock for clock in clocks}.values():
-            program, row = self._locate(clock)
-            velocity = self.evaluator.prepare(inputs, program, sizes).velocity(row, state)
+            program, evaluation = self._locate(clock)
+            velocity = self.evaluator.prepare(inputs, program, sizes).velocity(evaluation, state)
             if len(clocks) == 1 or result is None:
                 result = velocity
             else:
@@ -68,7 +68,7 @@ class Moments:
         return [{name: found[row % len(found)] for name, found in values.items()} for row in range(count)]
 
     def _locate(self, wanted: Mapping[str, float]) -> tuple[Program, int]:
-        """The table row for the values of the region's time inputs."""
+        """The evaluation at these values of the region's time inputs."""
         time = wanted[self.spec.time.name]
         if self.evaluator.any_time:
             further = {name: [value] for name, value in wanted.items() if name != self.spec.time.name}
@@ -76,12 +76,12 @@ class Moments:
         best = min(
             (
                 (
-                    max(abs(t - wanted[name]) for name, t in program.clock(row, self.spec.time.name).items()),
+                    max(abs(t - wanted[name]) for name, t in program.clock(evaluation, self.spec.time.name).items()),
                     program,
-                    row,
+                    evaluation,
                 )
                 for program in self.programs.values()
-                for row in range(len(program.times))
+                for evaluation in range(len(program.times))
             ),
             key=lambda found: found[0],
         )

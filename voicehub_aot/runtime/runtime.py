@@ -222,15 +222,15 @@ class Runtime:
             frames = laid_out.given[self.spec.main_dim]
             return {name: value.narrow(1, 0, frames) for name, value in values.items()}
 
-    def stepper(self, state: torch.Tensor, program: str, row: int, **request: Any) -> Callable[[], torch.Tensor]:
+    def stepper(self, state: torch.Tensor, program: str, evaluation: int, **request: Any) -> Callable[[], torch.Tensor]:
         """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
         self._turns.check()
         laid_out = self._read(state, request, range(self._branches))
         noise = laid_out.state.to(self.evaluator.dtype)
         velocity = self._velocity(laid_out, self._program(program), self._scales(None), noise)
         instructions = self._program(program).instructions
-        against = next(i.against for i in instructions if isinstance(i, Evaluate) and i.row == row)
-        return lambda: velocity(row, noise, against)
+        against = next(i.against for i in instructions if isinstance(i, Evaluate) and i.evaluation == evaluation)
+        return lambda: velocity(evaluation, noise, against)
 
     def engine_at(self, **sizes: int) -> str:
         """Name of the engine that evaluates a request of these sizes, by dimension."""
@@ -261,7 +261,7 @@ class Runtime:
         guidance = self.spec.guidance
         if guidance is None:
             single = self.evaluator.prepare(request.packed([0]), program, request.sizes)
-            return lambda row, state, _: single.velocity(row, state)
+            return lambda evaluation, state, _: single.velocity(evaluation, state)
         wanted = {i.against for i in program.instructions if isinstance(i, Evaluate)}
         parts = {against: guidance.taking_part(against, scales) for against in wanted}
         every = sorted({branch for part in parts.values() for branch in part})

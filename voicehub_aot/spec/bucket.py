@@ -28,6 +28,7 @@ Overflow = Literal["error", "run"]
 SIZE = re.compile(r"[1-9][0-9]{0,8}")
 LONGEST = 10**9
 LEAST_STEP = 8  # of a ladder beyond its rungs
+LEAST_RUNG = 32  # of a dimension that is read once per request
 LARGEST_WEIGHT = 1e15  # the padded work of any histogram stays a finite float64
 SYNTAX = "wanted sizes as in 64,128,256, or axis=sizes as in frames=64,128 batch=1,2"
 HISTOGRAM = 'wanted a JSON list of lengths as in [120, 95, 120], or of their counts as in {"120": 2, "95": 1}'
@@ -110,6 +111,11 @@ class Ladder(BaseModel):
         return min(-(-size // step) * step, dim.max)
 
 
+def label(bucket: Mapping[str, int]) -> str:
+    """How a bucket is named wherever it is shown: "frames=128 text=64", or "any size" where nothing is fixed."""
+    return " ".join(f"{axis}={size}" for axis, size in bucket.items()) or "any size"
+
+
 @dataclass(frozen=True)
 class Fit:
     """The sizes that a request of given sizes runs at.
@@ -164,6 +170,17 @@ def rungs_between(buckets: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(
         low - (low - high) * part // n for (low, high), n in zip(gaps, parts, strict=True) for part in range(1, n + 1)
     )
+
+
+def doubling(largest: int) -> tuple[int, ...]:
+    """LEAST_RUNG and its doublings and the rung halfway between two of them, to `largest`: 32, 64, 96, 128, 192, ..."""
+    rungs, rung = [], LEAST_RUNG
+    while rung < largest:
+        rungs.append(rung)
+        if rung > LEAST_RUNG and rung * 3 // 2 < largest:
+            rungs.append(rung * 3 // 2)
+        rung *= 2
+    return (*rungs, largest)
 
 
 def _parse_sizes(text: str, given: str) -> tuple[int, ...]:

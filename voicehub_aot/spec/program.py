@@ -1,6 +1,6 @@
 """The sampling loop as data: a straight line of two instructions over named registers.
 
-    evaluate   out <- what the denoiser predicts for register `x` at table row `row`, guided or not
+    evaluate   out <- what the denoiser predicts for register `x` at evaluation `evaluation`, guided or not
     combine    out <- sum of coefficient * register
 
 Every solver here is linear in the state, the predictions and the noise, so this is all a solver needs. Register "x"
@@ -28,7 +28,7 @@ class _Data(BaseModel):
 
 
 class Evaluate(_Data):
-    """out <- velocity(x at times[row]).
+    """out <- velocity(x at times[evaluation]).
 
     against: the guidance branches to evaluate beside the conditional one; None = all of the model's, () = none.
     """
@@ -36,7 +36,7 @@ class Evaluate(_Data):
     op: Literal["evaluate"] = "evaluate"
     out: str
     x: str = STATE
-    row: int
+    evaluation: int
     against: tuple[str, ...] | None = None
 
 
@@ -52,7 +52,7 @@ Instruction = Annotated[Evaluate | Combine, Field(discriminator="op")]
 
 
 class Program(_Data):
-    """name: how a request asks for it. times: the time of each table row, one per denoiser evaluation.
+    """name: how a request asks for it. times: the time of each denoiser evaluation.
 
     extra_times: as many values of each further time input of the region (the end of the step, say), by its name.
     noises: registers that hold fresh noise on entry, beside "x".
@@ -79,8 +79,8 @@ class Program(_Data):
             reads = [instruction.x] if isinstance(instruction, Evaluate) else [r for r, _ in instruction.terms]
             if not reads or not set(reads) <= known:
                 raise ValueError(f"{at}: reads {reads!r}, known registers are {sorted(known)!r}")
-            if isinstance(instruction, Evaluate) and not 0 <= instruction.row < len(self.times):
-                raise ValueError(f"{at}: row {instruction.row} of {len(self.times)}")
+            if isinstance(instruction, Evaluate) and not 0 <= instruction.evaluation < len(self.times):
+                raise ValueError(f"{at}: evaluation {instruction.evaluation} of {len(self.times)}")
             if isinstance(instruction, Combine) and not all(abs(c) <= LARGEST for _, c in instruction.terms):
                 raise ValueError(f"{at}: coefficients must be finite in float32")
             against = (isinstance(instruction, Evaluate) and instruction.against) or ()
@@ -99,9 +99,9 @@ class Program(_Data):
     def evaluations(self) -> int:
         return sum(isinstance(i, Evaluate) for i in self.instructions)
 
-    def clock(self, row: int, time: str) -> dict[str, float]:
-        """The value of every time input at a table row. time: name of the region's main one."""
-        return {time: self.times[row], **{name: values[row] for name, values in self.extra_times.items()}}
+    def clock(self, evaluation: int, time: str) -> dict[str, float]:
+        """The value of every time input of an evaluation. time: name of the region's main one."""
+        return {time: self.times[evaluation], **{name: values[evaluation] for name, values in self.extra_times.items()}}
 
 
 def probe(
@@ -109,8 +109,8 @@ def probe(
 ) -> Program:
     """A program that evaluates each time once, for single evaluations outside any schedule."""
     instructions: list[Evaluate | Combine] = []
-    for row in range(len(times)):
-        instructions += [Evaluate(out="v", row=row), Combine(out=STATE, terms=(("v", 1.0),))]
+    for evaluation in range(len(times)):
+        instructions += [Evaluate(out="v", evaluation=evaluation), Combine(out=STATE, terms=(("v", 1.0),))]
     return Program(
         name=name,
         solver="probe",

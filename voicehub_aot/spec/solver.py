@@ -39,11 +39,14 @@ def euler(
     """
     instructions: list[Evaluate | Combine] = []
     steps = range(skip, schedule.steps)
-    for row, step in enumerate(steps):
+    for evaluation, step in enumerate(steps):
         t, t_next = schedule.times[step], schedule.times[step + 1]
         from_state, from_velocity = (1.0, t_next - t) if rescale is None else _rescaled(t, t_next, *rescale)
         terms = ((STATE, from_state), ("v", from_velocity))
-        instructions += [Evaluate(out="v", row=row, against=against(step)), Combine(out=STATE, terms=terms)]
+        instructions += [
+            Evaluate(out="v", evaluation=evaluation, against=against(step)),
+            Combine(out=STATE, terms=terms),
+        ]
     told = schedule.times[:-1] if times is None else times
     return Program(
         name=name or f"euler-{schedule.steps}",
@@ -74,12 +77,12 @@ def midpoint(schedule: Schedule) -> Program:
     instructions: list[Evaluate | Combine] = []
     times: list[float] = []
     for t, t_next in zip(schedule.times, schedule.times[1:], strict=False):
-        h, row = t_next - t, len(times)
+        h, evaluation = t_next - t, len(times)
         times += [t, t + h / 2]
         instructions += [
-            Evaluate(out="k", row=row),
+            Evaluate(out="k", evaluation=evaluation),
             Combine(out="middle", terms=((STATE, 1.0), ("k", h / 2))),
-            Evaluate(out="v", x="middle", row=row + 1),
+            Evaluate(out="v", x="middle", evaluation=evaluation + 1),
             Combine(out=STATE, terms=((STATE, 1.0), ("v", h))),
         ]
     return Program(
@@ -141,16 +144,16 @@ def adpm2(schedule: Schedule, model: Preconditioner, *, rho: float = 1.0, name: 
     noises = tuple(f"noise_{i}" for i in range(len(levels) - 1))
     for s, s_next, noise in zip(levels, levels[1:], noises, strict=False):
         up, down, middle = ancestral(s, s_next, rho)
-        x, row = STATE if evaluated else "start", len(evaluated)
+        x, evaluation = STATE if evaluated else "start", len(evaluated)
         evaluated += [s, middle]
         (of_x, of_f), (of_m, of_g) = model.slope(s), model.slope(middle)
         half, whole = middle - s, down - s
         instructions += [
             Combine(out="scaled", terms=((x, model.into(s)),)),
-            Evaluate(out="f", x="scaled", row=row),
+            Evaluate(out="f", x="scaled", evaluation=evaluation),
             Combine(out="middle", terms=((x, 1 + half * of_x), ("f", half * of_f))),
             Combine(out="scaled", terms=(("middle", model.into(middle)),)),
-            Evaluate(out="f", x="scaled", row=row + 1),
+            Evaluate(out="f", x="scaled", evaluation=evaluation + 1),
             Combine(out=STATE, terms=((x, 1.0), ("middle", whole * of_m), ("f", whole * of_g), (noise, up))),
         ]
     times = (torch.tensor(evaluated, dtype=torch.float32).log() * 0.25).tolist()
@@ -182,7 +185,7 @@ def dpm_solver_2m(
     for i in range(schedule.steps):
         clean, before = ("clean", "clean_before") if i % 2 else ("clean_before", "clean")
         instructions += [
-            Evaluate(out="v", row=i),
+            Evaluate(out="v", evaluation=i),
             Combine(out=clean, terms=((STATE, alpha[i]), ("v", -sigma[i]))),
         ]
         if i == schedule.steps - 1:
