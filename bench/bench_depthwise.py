@@ -66,7 +66,7 @@ def on_engine(name: str, rows: int, lengths: list[int], width: int, dilation: in
     from voicehub_aot import engines
     from voicehub_aot.artifacts import store
     from voicehub_aot.compiler.export import export_program
-    from voicehub_aot.engines import WEIGHTS, Source, StageCode, _onnx
+    from voicehub_aot.engines import Source, StageCode, _onnx
     from voicehub_aot.spec.region import TensorSpec
 
     inputs = (
@@ -84,7 +84,7 @@ def on_engine(name: str, rows: int, lengths: list[int], width: int, dilation: in
         for form, composed in forms.items():
             root = Path(scratch) / form
             _onnx.write(code, root / "graph", composed)
-            save_file(code.weights, root / WEIGHTS)
+            save_file(code.weights, root / store.WEIGHTS)
             path = _onnx.place(root / "graph", root, "step")
             digests = {file: entry.sha256 for file, entry in store.list_files(root).items()}
             source = Source(root, path, digests, inputs, outputs, code.weights, form)

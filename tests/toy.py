@@ -19,7 +19,7 @@ from voicehub_aot.compiler.jobs import plan_jobs
 from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.compiler.split import split
-from voicehub_aot.engines import WEIGHTS, Source
+from voicehub_aot.engines import Source
 from voicehub_aot.kernels.attention import attention, key_bias
 from voicehub_aot.progress import Progress
 from voicehub_aot.spec.bucket import Buckets
@@ -127,14 +127,14 @@ class Compiled:
         self.prepare, self.step = plan_jobs(self.stages, options, engine)
         compiled = compile_all((self.prepare, self.step), SPEC, options, cache_dir(), Quiet())
         stages = (self.stages.prepare, self.stages.mixed, self.stages.step)
-        save_file({n: t for stage in stages for n, t in stage.constants.items()}, folder / WEIGHTS)
+        save_file({n: t for stage in stages for n, t in stage.constants.items()}, folder / store.WEIGHTS)
         self.entries = [install(item, folder, options) for item in compiled]
 
     def entry(self, job):
         return next(e for e in self.entries if e.stage == job.stage)
 
     def constants(self, job):
-        tensors = store.map_tensors(self.folder / WEIGHTS)
+        tensors = store.map_tensors(self.folder / store.WEIGHTS)
         return {c.name: tensors[c.name] for c in self.entry(job).constants}
 
     def source(self, job, constants=None):

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from voicehub_aot import engines
 from voicehub_aot.artifacts import store
 from voicehub_aot.compiler.export import export_program
-from voicehub_aot.engines import WEIGHTS, Source, StageCode, _onnx
+from voicehub_aot.engines import Source, StageCode, _onnx
 from voicehub_aot.kernels.depthwise import depthwise
 from voicehub_aot.spec.region import TensorSpec
 from voicehub_aot.spec.target import default_target, parse_target
@@ -53,7 +53,7 @@ def test_a_stage_holds_one_node_a_layer(code):
 def test_every_engine_computes_them_at_every_size(code, name, tmp_path):
     engine, target, root = engines.get(name), parse_target(default_target()), tmp_path / "artifact"
     root.mkdir()
-    save_file(code.weights, root / WEIGHTS)
+    save_file(code.weights, root / store.WEIGHTS)
     engine.compile_stage(code, "shared", target, tmp_path / "compiled")
     path = engine.install(tmp_path / "compiled", root, "step", target)
     digests = {file: entry.sha256 for file, entry in store.list_files(root).items()}
