@@ -284,12 +284,23 @@ def test_code_is_compiled_in_an_odd_cache_beside_temporary_files_that_may_not_be
     options = replace(OPTIONS, engines=("aoti",), weights_mode="shared", cache=cache)
     before = dict(os.environ)
 
+    written = []
+    real = torch._inductor.aot_compile
+
+    def recorded(*args, **options):
+        written.extend(file for file in real(*args, **options) if isinstance(file, str))
+        return written
+
+    monkeypatch.setattr(torch._inductor, "aot_compile", recorded)
     with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):  # else three more files are compiled to see
         (step,) = compile_all([plan_jobs(parts, options, "aoti")[1]], toy.SPEC, options, cache, toy.Quiet())
 
     assert (step.place / aoti.LIBRARY).is_file()
     assert step.place.is_relative_to(cache)
     assert dict(os.environ) == before
+    (place,) = {Path(file).parent for file in written}  # nobody else's: another process may compile the same code
+    assert place.name.startswith("stage-")
+    assert not place.exists()
     shutil.copytree(step.place / "data", noexec / "engine" / "data")
     source = engines.Source(noexec, "engine", {f"engine/{aoti.LIBRARY}": "0"}, (), (), {}, "step", outside=True)
     with pytest.raises(EngineUnavailable, match=rf"{noexec} is mounted noexec; move"):

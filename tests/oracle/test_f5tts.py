@@ -21,7 +21,8 @@ from voicehub_aot.compiler.build import build
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.errors import ProgramNotBuilt
 from voicehub_aot.runtime.eager import eager_runtime
-from voicehub_aot.runtime.runtime import TIME_TOLERANCE, Runtime
+from voicehub_aot.runtime.moments import TIME_TOLERANCE
+from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.synthetic import synthetic_weights

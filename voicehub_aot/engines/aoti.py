@@ -112,16 +112,21 @@ def compile_stage(code: StageCode, weights: Weights, target: Target, folder: Pat
 
     EngineUnavailable if the system killed the compiler.
     """
-    with toolchain.inductor_cache(code.cache or folder.parent):
-        _compile(code, weights, target, folder)
+    with (
+        toolchain.inductor_cache(code.cache or folder.parent) as cache,
+        TemporaryDirectory(prefix="stage-", dir=cache) as place,
+    ):
+        _compile(code, weights, target, folder, place)
 
 
-def _compile(code: StageCode, weights: Weights, target: Target, folder: Path) -> None:
+def _compile(code: StageCode, weights: Weights, target: Target, folder: Path, place: str) -> None:
+    """place: for Inductor's files. It would share them with every other process that compiles the same code."""
     from torch._inductor import aot_compile
 
     module, where = code.graph, code.name
     here = {
         "cpp.cxx": (toolchain.compiler(),),  # Inductor would take what CXX was when it was imported
+        "aot_inductor.output_path": place,
         "aot_inductor.precompile_headers": shutil.which("openssl") is not None,  # which it compares headers with
     }
     try:
@@ -142,9 +147,6 @@ def _compile(code: StageCode, weights: Weights, target: Target, folder: Path) ->
     shutil.copyfile(metadata, folder / METADATA)
     if weights == "shared":
         _check_outside(module, folder, Path(library).parent, where)
-    for file in files:
-        if isinstance(file, str):  # a packed library is as large as the model: leave no second copy behind
-            Path(file).unlink(missing_ok=True)
 
 
 @contextmanager

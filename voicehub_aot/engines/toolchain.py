@@ -138,8 +138,10 @@ def _inductor_folder(cache_folder: Path) -> Path:
 
 
 @contextmanager
-def inductor_cache(cache_folder: Path) -> Iterator[None]:
+def inductor_cache(cache_folder: Path) -> Iterator[Path]:
     """Inductor's files lie in our cache, or where the user says, while the block runs; then all is as it was before.
+
+    Yields the folder, under a name that commands can hold.
 
     Inductor reads the folder's name from the environment and writes it into commands, whatever is in it: a folder
     whose name has blanks or quotes gets another one for as long.
@@ -148,7 +150,7 @@ def inductor_cache(cache_folder: Path) -> Iterator[None]:
     with plain_name(_inductor_folder(cache_folder)) as name:
         os.environ[INDUCTOR_CACHE] = str(name)
         try:
-            yield
+            yield name
         finally:
             os.environ.pop(INDUCTOR_CACHE, None)
             if before is not None:
