@@ -156,6 +156,14 @@ def test_importing_the_package_loads_nothing_yet():
     assert [name for name in loaded if name.startswith("voicehub_aot.") or name == "torch"] == []
 
 
+def test_help_loads_no_torch():
+    code = "import sys; sys.argv[1:] = ['build', '--help']; from voicehub_aot.cli.commands import app; "
+    loaded = python(code + "app(standalone_mode=False); print(*sys.modules)").split()
+
+    assert "typer" in loaded
+    assert {"torch", "numpy"} & set(loaded) == set()
+
+
 # Each module is imported first in a fork of a process that has only third-party packages loaded.
 IMPORT_EACH = """
 import json, logging, os, random, sys

@@ -311,15 +311,17 @@ def test_an_interrupted_build_cleans_up_and_returns_130(tmp_path: Path) -> None:
 # --- models, doctor, inspect, buckets
 
 
-def test_models_lists_what_can_be_built(command: Command) -> None:
+def test_models_lists_what_can_be_built(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = {row["model"]: row for row in command("models", "--json").document}
     assert {"f5tts", "supertonic"} <= set(listed)
     assert listed["f5tts"]["default"] in listed["f5tts"]["configs"]
     assert "tiny" in listed["supertonic"]["configs"]
     assert listed["f5tts"]["traits"] == f5tts.TRAITS.model_dump(mode="json")
+    monkeypatch.setenv("COLUMNS", "80")
     table = command("models").out
-    assert "F5TTS_v1_Base" in table
-    assert "discrete-step-count" in table
+    assert max(map(len, table.splitlines())) <= 80
+    words = {row["model"] for row in listed.values()} | {config for row in listed.values() for config in row["configs"]}
+    assert words | {"discrete-step-count"} <= set(table.split())  # none is broken over lines
 
 
 def test_doctor_says_what_decides_a_build(command: Command) -> None:

@@ -16,7 +16,6 @@ from voicehub_aot.errors import GateFailed, OptionUnsupported, ParityFailed
 app = typer.Typer(
     name="voicehub-aot",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Ahead-of-time compiler for text-to-speech denoisers.",
 )
@@ -261,17 +260,14 @@ def models(as_json: Json = False) -> None:
     if as_json:
         console.show_json(rows)
     else:
-        columns = ("model", "configs (first = default)", "aliases", "default steps", "formulation", "techniques")
         console.show_table(
-            "models",
-            columns,
+            "models (aliases, formulations and further traits: --json)",
+            ("model", "configs (first = default)", "steps", "techniques"),
             [
                 (
                     r["model"],
                     "\n".join([r["default"], *(c for c in r["configs"] if c != r["default"])]),
-                    "\n".join(r["aliases"]),
                     ",".join(map(str, r["steps"])),
-                    r["traits"]["formulation"],
                     "\n".join(r["traits"]["techniques"]),
                 )
                 for r in rows

@@ -93,11 +93,12 @@ def show_json(value: Any) -> None:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Numbers right, names left."""
+    """Columns of numbers stand right, all others left."""
     table = Table(title=escape(title), title_justify="left", header_style="bold")
     rows = [[escape(str(cell)) for cell in row] for row in rows]
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        numbers = all(row[number][:1].isdigit() or row[number] in ("", "-") for row in rows)
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     stdout().print(table)
