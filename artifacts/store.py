@@ -224,7 +224,7 @@ def read_manifest(path: Path) -> Manifest:
         if file.is_symlink():
             raise _link(path, MANIFEST)
         if not file.is_file():
-            raise ArtifactCorrupt(f"{path}: has no {MANIFEST}; it is no artifact, or its build was interrupted")
+            raise ArtifactCorrupt(f"{path}: has no {MANIFEST}; it is not an artifact, or its build was interrupted")
         data = read_bytes(file, LARGEST_DOCUMENT)
         document = parse_json(data)
         _check_version(document, file)

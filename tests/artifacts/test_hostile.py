@@ -130,7 +130,7 @@ CHANGES: list[tuple[str, Callable[[Document], None], str]] = [
     ("an unknown equation", put("region", "guidance", "equation", to="none"), "equation 'none' is not known"),
     ("no branches", put("region", "guidance", "branches", to=[]), "region.guidance.branches: "),
     ("a branch twice", lambda m: m["region"]["guidance"]["branches"].append({"name": "conditional"}), "given twice"),
-    ("a flag that is no flag", put("region", "guidance", "branches", 1, "flags", to={"lengths": True}), "not flags"),
+    ("a flag that is not a flag", put("region", "guidance", "branches", 1, "flags", to={"lengths": True}), "not flags"),
     ("a scale beyond float32", put("region", "guidance", "branches", 1, "scale", to=1e39), "branches.1.scale"),
     ("a call without the state", drop("region", "call", "parameters", 0), "no argument of the call feeds the state"),
     ("a call that feeds nothing", put("region", "call", "parameters", 3, "feeds", to="x"), "'latent_mask' .* 'x'"),

@@ -236,7 +236,7 @@ def test_a_request_that_cannot_run_is_refused(built, changes, error, message):
     ("extra_times", "error", "message"),
     [
         ({}, InputMismatch, r"extra_times has \[\], wanted \['end'\]"),
-        ({"end": 0.5}, ProgramNotBuilt, "time 0.5 is no evaluation time"),
+        ({"end": 0.5}, ProgramNotBuilt, "time 0.5 is not an evaluation time"),
     ],
 )
 def test_a_time_must_be_whole_and_built(built, extra_times, error, message):

@@ -90,7 +90,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("weights are a folder", lambda a: ((a / WEIGHTS).unlink(), (a / WEIGHTS).mkdir()), f"{WEIGHTS} is missing"),
     ("engines swapped", lambda a: swap(library(a, "prepare"), library(a, "step")), f"{LIBRARY} (was|has) "),
     ("weights of another checkpoint", another_checkpoint, f"{WEIGHTS} was altered"),
-    ("manifest missing", lambda a: (a / MANIFEST).unlink(), "has no manifest.json; it is no artifact"),
+    ("manifest missing", lambda a: (a / MANIFEST).unlink(), "has no manifest.json; it is not an artifact"),
     ("manifest cut", lambda a: cut(a / MANIFEST), "manifest.json: unreadable"),
     ("manifest emptied", lambda a: (a / MANIFEST).write_bytes(b""), "manifest.json: unreadable"),
     ("manifest of bytes", lambda a: (a / MANIFEST).write_bytes(b"\xff\xfe\x00"), "manifest.json: unreadable"),

@@ -208,14 +208,14 @@ def _engines(text: str | None) -> tuple[str, ...]:
 
 
 def _available() -> tuple[str, ...]:
-    """Every engine that this machine can build; the log says why another is no candidate."""
+    """Every engine that this machine can build; the log says why another is not a candidate."""
     names = []
     for name in engines.ENGINES:
         try:
             engines.get(name).check()
             names.append(name)
         except (EngineUnavailable, MissingDependency) as error:
-            log.warning("engine %s is no candidate: %s", name, error)
+            log.warning("engine %s is not a candidate: %s", name, error)
     return tuple(names)
 
 

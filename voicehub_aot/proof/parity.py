@@ -43,7 +43,7 @@ LEAST_RUNS = 3
 MOST_L2, MOST_ABS = 3.0, 4.0  # times the worst of the runs; docs/parity.md has what was measured
 FLOOR_L2, FLOOR_ABS = 3e-7, 1e-6  # relative; of the largest value: about eight float32 roundings
 MOST_SECONDS = 10.0  # for the moved runs of one case beyond LEAST_RUNS
-SANE = 1e-2  # of the largest value: float32 eager further than this from float64 is no reference
+SANE = 1e-2  # of the largest value: float32 eager further than this from float64 is not a reference
 LEAST_CHANGE = 1e-4  # relative change that another input must cause
 EXACT_SECONDS = 20.0
 
@@ -98,7 +98,7 @@ def record(
 ) -> Recording:
     """Run every case on the model's module. eager: float32, exact: float64; both over the same programs.
 
-    Raises StageFailed if the two are so far apart that float32 is no reference.
+    Raises StageFailed if the two are so far apart that float32 is not a reference.
     """
     cases: list[_Measured] = []
     for case in plan(eager.spec, eager.programs, buckets, max_batch):

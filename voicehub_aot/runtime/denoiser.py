@@ -188,7 +188,7 @@ def _reach(spec: RegionSpec, given: Bound) -> dict[str, list[int]]:
             rows = mask.flatten(1).to(torch.bool)
             lengths = rows.sum(1)
             if not torch.equal(rows, torch.arange(rows.shape[1], device="cpu") < lengths[:, None]):
-                raise InputMismatch(f"denoiser: the mask of {dim.name} is no prefix mask; real positions come first")
+                raise InputMismatch(f"denoiser: the mask of {dim.name} is not a prefix mask; real positions come first")
             reach[dim.length] = lengths.tolist()
             if dim.extent:
                 reach[dim.extent] = [rows.shape[1]] * rows.shape[0]

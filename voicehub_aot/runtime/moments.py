@@ -88,7 +88,7 @@ class Moments:
         tolerance = TIME_TOLERANCE * max(1.0, abs(best[1].times[best[2]]))
         if not best[0] <= tolerance:  # a time that is not a number is near nothing
             raise ProgramNotBuilt(
-                f"{self.where}: time {time!r} is no evaluation time of the built programs {list(self.programs)} "
+                f"{self.where}: time {time!r} is not an evaluation time of the built programs {list(self.programs)} "
                 f"(nearest {best[1].times[best[2]]!r}); rebuild with the step count and schedule of your loop"
             )
         return best[1], best[2]

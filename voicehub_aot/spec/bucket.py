@@ -187,7 +187,7 @@ def _parse_sizes(text: str, given: str) -> tuple[int, ...]:
     parts = text.split(",")
     for part in parts:
         if not SIZE.fullmatch(part):
-            raise UsageError(f"--buckets {given!r}: {part!r} is no positive integer; {SYNTAX}")
+            raise UsageError(f"--buckets {given!r}: {part!r} is not a positive integer; {SYNTAX}")
     sizes = sorted(int(part) for part in parts)
     if len(set(sizes)) < len(sizes):
         raise UsageError(f"--buckets {given!r}: a size is given twice; name each size once")
@@ -233,7 +233,7 @@ def check_buckets(buckets: Buckets, spec: RegionSpec) -> None:
 
 def _check_entry(where: str, length: object, weight: object) -> None:
     if type(length) is not int or not 0 < length < LONGEST:
-        raise UsageError(f"{where}: length {length!r} is no positive integer below 10^9; {HISTOGRAM}")
+        raise UsageError(f"{where}: length {length!r} is not a positive integer below 10^9; {HISTOGRAM}")
     if type(weight) not in (int, float) or not 0 < cast(float, weight) <= LARGEST_WEIGHT:
         raise UsageError(f"{where}: length {length} has weight {weight!r}, not a positive number; {HISTOGRAM}")
 

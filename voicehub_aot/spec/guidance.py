@@ -58,7 +58,7 @@ class Guidance(BaseModel):
         """The scale of every branch but the conditional one, by name.
 
         wanted: one number for all, or numbers by branch; None and branches left out keep their default. Raises
-        UsageError for an unknown branch, or what is no finite number.
+        UsageError for an unknown branch, or what is not a finite number.
         """
         defaults = {branch.name: branch.scale for branch in self.others}
         given = wanted if isinstance(wanted, Mapping) else {} if wanted is None else dict.fromkeys(defaults, wanted)

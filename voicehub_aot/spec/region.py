@@ -85,7 +85,7 @@ class Input(_Data):
     branch: the one guidance branch that reads it; a request that does not run this branch may leave it out.
     optional: a caller may leave it out; it is `pad` everywhere then, and dims that are its alone have their least size.
 
-    A boolean that is no flag is a mask or a switch, which callers pass; what they do not reach is False.
+    A boolean that is not a flag is a mask or a switch, which callers pass; what they do not reach is False.
     """
 
     name: Name
@@ -297,7 +297,7 @@ class Region:
 
 
 def example_mask(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """A mask or switch, random but for its first position: a mask that reaches nothing is no example."""
+    """A mask or switch, random but for its first position: a mask that reaches nothing is not an example."""
     mask = torch.rand(list(shape), generator=generator, dtype=torch.float32, device="cpu") < 0.5
     if len(shape) > 1:
         mask[..., 0] = True
