@@ -1,7 +1,7 @@
 """Mish: x tanh(softplus(x)).
 
 ONNX's own operator gains nothing over one exponential, so it gets no operator of ours: on [2, 1024, 512], onnxruntime
-1.32 takes 2.6 times as long with it (it computes a softplus and a tanh), OpenVINO 2026.4 0.37 times, 0.5 % of an F5 step.
+1.32 takes 2.6 times as long with it (it computes a softplus and a tanh), OpenVINO 2026.4 0.37 times, 0.5 % of a step.
 """
 
 from __future__ import annotations

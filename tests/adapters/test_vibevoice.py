@@ -19,7 +19,7 @@ from voicehub_aot.adapters.vibevoice import cases
 from voicehub_aot.adapters.vibevoice.checkpoint import _sizes
 from voicehub_aot.compiler.export import export_region
 from voicehub_aot.compiler.flops import matrix_flops
-from voicehub_aot.compiler.prepare import per_request
+from voicehub_aot.compiler.passes import all_evaluations
 from voicehub_aot.compiler.split import Stages, split
 from voicehub_aot.errors import CheckpointMismatch, InputMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
@@ -114,20 +114,20 @@ def test_every_modulation_of_every_step_is_one_product_a_frame() -> None:
             return out
 
     steps, rows, stages = 7, 3, split_head()
-    module, inputs, _ = per_request(stages)
+    prepare = all_evaluations.rewrite(stages, {}).prepare
     given = request(rows)
     tables = {o.name: torch.randn(steps, *o.shape) for o in stages.table.outputs}
     with torch.no_grad(), Products() as products:
         products.seen = []
-        module(*({**given, **tables}[i.name] for i in inputs))
+        prepare({**given, **tables})
     width = TINY.hidden_size
     assert sorted(products.seen) == [(rows, width), (steps * rows, (3 * TINY.head_layers + 2) * width)]
 
 
 def test_what_depends_on_time_and_condition_leaves_the_step() -> None:
     stages = split_head()
-    assert stages.rows is not None
-    assert set(stages.rows.constants) == {"modulations.weight"}
+    assert stages.mixed is not None
+    assert set(stages.mixed.constants) == {"modulations.weight"}
     assert {n for n in stages.table.constants if "t_embedder" in n} == {"t_embedder.0.weight", "t_embedder.2.weight"}
     assert set(stages.prepare.constants) == {"cond_proj.weight"}
     ends = {"noisy_images_proj.weight", "linear.weight"}

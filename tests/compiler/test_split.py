@@ -9,8 +9,7 @@ from torch import nn
 
 from voicehub_aot.compiler.export import example_inputs, export_region
 from voicehub_aot.compiler.flops import matrix_flops
-from voicehub_aot.compiler.prepare import per_request
-from voicehub_aot.compiler.split import bindings, check, is_cheap, run_staged, split
+from voicehub_aot.compiler.split import bindings, checked, is_cheap, run_stages, split
 from voicehub_aot.errors import ExportFailed, StageFailed
 from voicehub_aot.spec.region import Binding, Region
 
@@ -91,35 +90,16 @@ def test_exposed_request_values_leave_prepare(stages):
 def test_stages_together_equal_the_whole_at_other_sizes(exported, stages, sizes):
     inputs = example_inputs(toy.SPEC, dict(zip(("B", "frames", "text"), sizes, strict=True)), seed=5)
 
-    whole, parts = exported[0](**inputs), run_staged(stages, inputs)
+    whole, parts = exported[0](**inputs), run_stages(stages, inputs)
 
     torch.testing.assert_close(tuple(parts.values()), whole)
-
-
-def test_all_evaluations_of_time_and_request_work_run_as_one_batch(stages):
-    module, inputs, outputs = per_request(stages)
-    given = example_inputs(toy.SPEC, {"B": 2, "frames": 7, "text": 3}, seed=1)
-    rows = [stages.table({"time": torch.tensor([t])})["linear"] for t in (0.1, 0.4, 0.9)]
-    values = {**given, "linear": torch.stack(rows)}
-
-    together = dict(zip(names_in_order(outputs), module(*(values[i.name] for i in inputs)), strict=True))
-
-    (mixed,) = (o.name for o in stages.mixed.outputs)
-    assert next(o.shape for o in outputs if o.name == mixed)[0] == "N"
-    for number, row in enumerate(rows):
-        one = {**given, **stages.prepare(given), "linear": row}
-        torch.testing.assert_close(together[mixed][number], stages.mixed(one)[mixed])
-
-
-def names_in_order(values):
-    return [v.name for v in values]
 
 
 def test_a_stage_that_computes_something_else_is_refused(exported, stages):
     broken = replace(stages.step, module=Doubling(stages.step.module))
 
     with pytest.raises(StageFailed, match="velocity"):
-        check(replace(stages, step=broken), exported[0])
+        checked(replace(stages, step=broken), exported[0])
 
 
 class Doubling(nn.Module):

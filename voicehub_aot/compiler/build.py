@@ -15,7 +15,6 @@ import torch
 from voicehub_aot import engines
 from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.artifacts.manifest import Manifest
-from voicehub_aot.compiler import fuse
 from voicehub_aot.compiler.assemble import Parts, assemble
 from voicehub_aot.compiler.cache import cache_dir
 from voicehub_aot.compiler.choose import EAGER, choose, noise
@@ -24,7 +23,8 @@ from voicehub_aot.compiler.export import MAX_ROWS, export_region
 from voicehub_aot.compiler.jobs import plan_jobs, size_spans
 from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
-from voicehub_aot.compiler.split import SplitError, Stages, split
+from voicehub_aot.compiler.passes.few_rows import serves_few
+from voicehub_aot.compiler.split import Stages, split
 from voicehub_aot.engines import toolchain
 from voicehub_aot.errors import (
     BuildError,
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 CANDIDATES = "candidates"  # folder of an artifact with every candidate, while they are timed
 TIMING_SECONDS = 4.0  # per bucket
+NOTES = {"split": "stages against the whole graph"}
 PAUSE_SECONDS = 0.06  # before a timed call: what an engine left spinning slows the next one
 
 
@@ -109,7 +110,7 @@ def decided(options: Options, stages: Stages) -> Options:
     """The options with the weights mode chosen, where that was left to the build."""
     if options.weights_mode != "auto":
         return options
-    shared = fuse.serves_few(stages.step, size_spans(stages.spec, options))
+    shared = serves_few(stages.step, size_spans(stages.spec, options))
     return replace(options, weights_mode="shared" if shared else "packed")
 
 
@@ -202,7 +203,7 @@ class _Proof:
         if not self.parts.options.parity:
             return []
         self.progress.stage("check every engine, bucket and program")
-        rows = [split_row(self.parts.stages)]
+        rows = deviation_rows(self.compiled)
         for engine in (None,) if manifest.mixed else manifest.engine_names:
             rows += parity.check(open_artifact(folder, manifest, engine=engine), recording, self.progress.case)
         return rows
@@ -283,15 +284,18 @@ def _failed(report: reports.ParityReport, folder: Path, output: Path) -> ParityF
     )
 
 
-def split_row(stages: Stages) -> reports.Row:
-    """What the split measured of itself."""
-    error = stages.error or SplitError(float("inf"), 0.0)
-    return reports.Row(
-        check="split", engine="eager", bucket={}, lengths=(), program=None, time=None, guided=True,
-        max_abs=error.worst, rel_l2=0.0, snr_db=None, first_bad_step=None, distance=error.worst,
-        budget=error.allowed, passed=error.worst <= error.allowed, note="stages against the whole graph",
-        seconds=error.seconds,
-    )  # fmt: skip
+def deviation_rows(compiled: Sequence[Compiled]) -> list[reports.Row]:
+    """What the split, and every pass for an engine, measured of itself."""
+    found = {(item.job.engine, name): d for item in compiled for name, d in item.job.deviations.items()}
+    return [
+        reports.Row(
+            check="split", engine=engine, bucket={}, lengths=(), program=None, time=None, guided=True,
+            max_abs=d.worst, rel_l2=0.0, snr_db=None, first_bad_step=None, distance=d.worst,
+            budget=d.allowed, passed=d.worst <= d.allowed, note=NOTES.get(name, f"after the pass {name}"),
+            seconds=d.seconds,
+        )
+        for (engine, name), d in found.items()
+    ]  # fmt: skip
 
 
 def bucket_waste(

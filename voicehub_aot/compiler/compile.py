@@ -23,7 +23,7 @@ from voicehub_aot.compiler.options import Options
 from voicehub_aot.engines import StageCode, toolchain
 from voicehub_aot.errors import EngineUnavailable, VersionUnsupported
 from voicehub_aot.progress import Progress
-from voicehub_aot.spec.region import RegionSpec, TensorSpec
+from voicehub_aot.spec.region import EVALUATIONS, RegionSpec, TensorSpec
 from voicehub_aot.spec.target import Target, usable_threads
 
 
@@ -53,7 +53,7 @@ def compile_all(
     exported: programs by stage name, used and added to: engines share the export of a stage they take alike.
     """
     exported = {} if exported is None else exported
-    dims = named_dims(spec) | {"N": torch.export.Dim("N", min=1, max=MAX_EVALUATIONS)}
+    dims = named_dims(spec) | {EVALUATIONS: torch.export.Dim(EVALUATIONS, min=1, max=MAX_EVALUATIONS)}
     spans = size_spans(spec, options)
     found: dict[str, Compiled] = {}
     waiting: list[tuple[Compiled, StageCode]] = []

@@ -55,6 +55,6 @@ def matrix_flops(stage: Stage, sizes: Mapping[str, int], symbols: Mapping[str, s
 
     return sum(
         MATRIX_OPERATIONS[node.target](shape(node), *(shape(a) for a in node.args if isinstance(a, torch.fx.Node)))
-        for node in stage.module.graph.nodes
+        for node in stage.graph.nodes
         if node.target in MATRIX_OPERATIONS
     )

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import sympy
 import torch
 
 from voicehub_aot import engines
-from voicehub_aot.compiler import fuse
 from voicehub_aot.compiler.export import example_inputs
 from voicehub_aot.compiler.options import Options
-from voicehub_aot.compiler.prepare import per_request
-from voicehub_aot.compiler.split import Stages
+from voicehub_aot.compiler.passes import rewritten
+from voicehub_aot.compiler.split import Deviation, Stages
 from voicehub_aot.engines import Span
 from voicehub_aot.spec.bucket import Buckets
-from voicehub_aot.spec.region import BATCH, RegionSpec, TensorSpec
+from voicehub_aot.spec.region import BATCH, EVALUATIONS, RegionSpec, TensorSpec
 
 EXAMPLE_EVALUATIONS = 5
 MAX_EVALUATIONS = 4096
@@ -29,7 +28,7 @@ class Job:
     """One stage for one engine.
 
     bucket: sizes fixed at compile time. examples: their sizes steer loop choices. most_requests: the code is made for
-    so many and no more.
+    so many and no more. deviations: what the split and each pass measured of themselves.
     """
 
     engine: str
@@ -40,6 +39,7 @@ class Job:
     outputs: tuple[TensorSpec, ...]
     examples: tuple[torch.Tensor, ...]
     most_requests: int | None = None
+    deviations: Mapping[str, Deviation] = field(default_factory=dict)
 
     @property
     def stage_name(self) -> str:
@@ -59,21 +59,21 @@ def plan_jobs(stages: Stages, options: Options, engine: str) -> list[Job]:
     """One `prepare` for every size, and a step for each combination of the sizes that are to be fixed."""
     used = {str(s) for v in stages.step.inputs for s in v.shape}
     values = _example_values(stages, compile_sizes(stages, options.buckets, {}))
-    module, inputs, outputs = per_request(stages)
-    stacked = {v.name: torch.stack([values[v.name]] * EXAMPLE_EVALUATIONS) for v in inputs if v.shape[:1] == ("N",)}
-    prepare = tuple((values | stacked)[v.name] for v in inputs)
+    spans = size_spans(stages.spec, options)
+    ready = rewritten(stages, engine, options.weights, spans)
+    prepare, step = ready.prepare, ready.step
+    examples = tuple(
+        torch.stack([values[v.name]] * EXAMPLE_EVALUATIONS) if v.stacked else values[v.name] for v in prepare.inputs
+    )
     static = options.shapes == "static" and engines.get(engine).STATIC
     axes = [a for a in options.buckets.axes if a != "batch" and a in used] if static else []
-    jobs = [Job(engine, "prepare", {}, module, inputs, outputs, prepare)]
-    fuses = engines.get(engine).FUSES and options.weights == "shared"
-    spans = size_spans(stages.spec, options)
+    done = ready.deviations
+    jobs = [Job(engine, "prepare", {}, prepare.module, prepare.inputs, prepare.outputs, examples, deviations=done)]
+    most = max(options.buckets.axes.get("batch", UNPROMISED_REQUESTS)) if step.row_bound else None
     for bucket in options.buckets.combinations(axes) if axes else [{}]:
         values = _example_values(stages, compile_sizes(stages, options.buckets, bucket))
-        examples = tuple(values[v.name] for v in stages.step.inputs)
-        step = stages.step
-        body = fuse.fused(step, spans) if fuses else step.module
-        most = None if body is step.module else max(options.buckets.axes.get("batch", UNPROMISED_REQUESTS))
-        jobs.append(Job(engine, "step", bucket, body, step.inputs, step.outputs, examples, most))
+        examples = tuple(values[v.name] for v in step.inputs)
+        jobs.append(Job(engine, "step", bucket, step.module, step.inputs, step.outputs, examples, most, done))
     if options.choice is None:
         return jobs
     chosen = options.choice
@@ -100,7 +100,7 @@ def size_spans(spec: RegionSpec, options: Options) -> dict[str, tuple[Span, ...]
     branches = len(spec.guidance.branches) if spec.guidance else 1
     rows = [branches * n for n in axes.get("batch", UNPROMISED_REQUESTS)]
     spans = {dim.name: _between(dim.min, axes.get(dim.name, (dim.max,))) for dim in spec.dims}
-    return {**spans, BATCH: _between(1, rows), "N": ((1, max(len(p.times) for p in options.programs)),)}
+    return {**spans, BATCH: _between(1, rows), EVALUATIONS: ((1, max(len(p.times) for p in options.programs)),)}
 
 
 def _between(least: int, sizes: Sequence[int]) -> tuple[Span, ...]:

@@ -42,7 +42,7 @@ def _rungs(dim: Dim, promised: tuple[int, ...], affordable: float, main: bool) -
 def products(stage: Stage, symbols: Mapping[str, str], size: str) -> int:
     """Different products with constant weights, by the weight's and the rows' shape, whose rows depend on a size."""
     found = set()
-    for node in stage.module.graph.nodes:
+    for node in stage.graph.nodes:
         if node.target in PRODUCTS:
             rows, weight = (node.args[n].meta["val"].shape for n in (0, 1))
             if size in _names(rows, symbols) and not _names(weight, symbols):

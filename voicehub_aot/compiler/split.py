@@ -48,18 +48,23 @@ INDEX_ARITHMETIC = {
     aten.gt.Scalar, aten.ge.Scalar, aten.eq.Scalar, aten.bitwise_and.Tensor, aten.bitwise_not.default,
     aten.bitwise_or.Tensor, aten.logical_and.default, aten.logical_not.default, aten.logical_or.default,
 }  # fmt: skip
+SEEDS = (1, 2)  # of random inputs
 ROUNDING = 1e-5  # of the largest value: what another order of float32 sums may change
 MIXED = Binding.TIME | Binding.REQUEST
 
 
 @dataclass(frozen=True)
 class Stage:
-    """module(*inputs) -> tuple(outputs), both in the order given here."""
+    """module(*inputs) -> tuple(outputs), both in the order given here.
+
+    row_bound: its code is made for as many rows as were promised, and no more.
+    """
 
     name: str
-    module: fx.GraphModule
+    module: nn.Module
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    row_bound: bool = False
 
     def __call__(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         results = self.module(*(values[i.name] for i in self.inputs))
@@ -76,7 +81,13 @@ class Stage:
 
     @property
     def nodes(self) -> int:
-        return sum(n.op == "call_function" for n in self.module.graph.nodes)
+        return sum(n.op == "call_function" for n in self.graph.nodes)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Of a stage as `split` makes it, or rewritten node by node."""
+        assert isinstance(self.module, fx.GraphModule)
+        return self.module.graph
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,8 @@ class Stages:
     """The region in stages. Value names are unique across stages.
 
     table: time -> its outputs. mixed: the part of `prepare` that also depends on time, None if there is none;
-    its outputs have a leading size N, of all evaluations, once stacked. folded: constants computed at build, by name.
+    folded: constants
+    computed at build, by name. deviations: what `split` and each pass since measured of itself.
     """
 
     spec: RegionSpec
@@ -93,12 +105,12 @@ class Stages:
     mixed: Stage | None
     step: Stage
     folded: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    error: SplitError | None = None
+    deviations: Mapping[str, Deviation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class SplitError:
-    """Largest difference between the whole graph and the stages on random inputs, and the most it may be.
+class Deviation:
+    """Largest difference on random inputs between what a rewrite was made from and its result, and the most it may be.
 
     seconds: what measuring it took.
     """
@@ -349,31 +361,51 @@ def split(source: fx.GraphModule, spec: RegionSpec, symbols: Mapping[str, str]) 
     )
     table = work.build("table", time, is_time, [value_name(n) for n in time])
     stages = Stages(spec, table, prepare, mixed, step, work.folded)
-    start = clock.perf_counter()
-    error = check(stages, source)
-    return replace(stages, error=replace(error, seconds=clock.perf_counter() - start))
+    return checked(stages, source)
 
 
-def run_staged(stages: Stages, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All stages in turn on one set of region inputs: every output of the region. For checks, not for speed."""
+def checked(stages: Stages, source: fx.GraphModule) -> Stages:
+    """The stages with how far they are from the whole graph on random inputs. StageFailed if that is too far."""
+
+    def whole(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        results = source(**inputs)
+        return dict(zip(stages.spec.outputs, results if isinstance(results, tuple) else (results,), strict=True))
+
+    sizes, what = example_sizes(stages.spec), f"region {stages.spec.name}: staged"
+    found = deviation(what, stages.spec, sizes, whole, lambda inputs: run_stages(stages, inputs))
+    return replace(stages, deviations={"split": found})
+
+
+Run = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]  # region inputs -> outputs by name
+
+
+def deviation(what: str, spec: RegionSpec, sizes: Mapping[str, int], wanted: Run, got: Run) -> Deviation:
+    """Two ways to compute the region, on random inputs of these sizes: equal up to float32 rounding, else StageFailed.
+
+    what: came out wrong, for the error.
+    """
+    start, found = clock.perf_counter(), Deviation(0.0, 0.0)
+    with torch.no_grad():
+        for seed in SEEDS:
+            inputs = example_inputs(spec, sizes, seed)
+            results = got(inputs)
+            for name, want in wanted(inputs).items():
+                worst, allowed = (want - results[name]).abs().max().item(), ROUNDING * want.abs().max().item()
+                found = max(found, Deviation(worst, allowed), key=lambda d: d.worst)
+                if not worst <= allowed:
+                    raise StageFailed(f"{what} {name!r} is off by {worst:.3g} (seed {seed})")
+    return replace(found, seconds=clock.perf_counter() - start)
+
+
+def run_stages(stages: Stages, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All stages in turn on one set of region inputs: every output of the region. For checks, not for speed.
+
+    What a stage takes or gives for all evaluations at once, [N, ...], is of one evaluation here.
+    """
     values = dict(inputs)
     for stage in (stages.table, stages.prepare, stages.mixed, stages.step):
         if stage is not None:
-            values.update(stage(values))
+            given = {v.name: values[v.name][None] if v.stacked else values[v.name] for v in stage.inputs}
+            results = stage(given)
+            values.update({v.name: results[v.name][0] if v.stacked else results[v.name] for v in stage.outputs})
     return {name: values[name] for name in stages.spec.outputs}
-
-
-def check(stages: Stages, source: fx.GraphModule, seeds: Iterable[int] = (1, 2)) -> SplitError:
-    """Whole graph against stages on random inputs: equal up to float32 rounding, else StageFailed."""
-    error = SplitError(0.0, 0.0)
-    with torch.no_grad():
-        for seed in seeds:
-            inputs = example_inputs(stages.spec, example_sizes(stages.spec), seed)
-            whole = source(**inputs)
-            whole = whole if isinstance(whole, tuple) else (whole,)
-            for name, want, got in zip(stages.spec.outputs, whole, run_staged(stages, inputs).values(), strict=True):
-                worst, allowed = (want - got).abs().max().item(), ROUNDING * want.abs().max().item()
-                error = max(error, SplitError(worst, allowed), key=lambda e: e.worst)
-                if not worst <= allowed:
-                    raise StageFailed(f"region {stages.spec.name}: stages {name!r} is off by {worst:.3g} (seed {seed})")
-    return error

@@ -159,7 +159,7 @@ def _source(
         return {"source": "table", "by_evaluation": stage == "step"}
     computed = {o.name: o for o in entries["prepare"].outputs}
     if stage == "step" and wanted.name in computed:
-        return {"source": "prepare", "by_evaluation": computed[wanted.name].shape[:1] == ("N",)}
+        return {"source": "prepare", "by_evaluation": computed[wanted.name].stacked}
     return {"source": "request", "by_evaluation": False}
 
 

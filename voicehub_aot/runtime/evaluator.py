@@ -74,7 +74,7 @@ class EngineEvaluator:
         values = {**inputs, **table}
         results = engine([values[i.name] for i in entry.inputs])
         computed = dict(zip((o.name for o in entry.outputs), results, strict=True))
-        changing = {o.name: computed.pop(o.name) for o in entry.outputs if o.shape[:1] == ("N",)}
+        changing = {o.name: computed.pop(o.name) for o in entry.outputs if o.stacked}
         step, step_engine = self._step_for(sizes)
         return EnginePrepared(
             self.spec, step, step_engine, {**inputs, **computed}, {**table, **changing}, len(program.times)

@@ -136,6 +136,11 @@ class TensorSpec(_Data):
     shape: tuple[Annotated[int, Field(strict=True, ge=0, le=LARGEST_SIZE)] | Expression, ...]
     dtype: Annotated[str, AfterValidator(_known_dtype)]
 
+    @property
+    def stacked(self) -> bool:
+        """Whether it holds the values of all evaluations, [N, ...]."""
+        return self.shape[:1] == (EVALUATIONS,)
+
 
 class Parameter(_Data):
     """One argument of upstream's call, and what it feeds.

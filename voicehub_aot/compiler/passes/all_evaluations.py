@@ -1,34 +1,41 @@
-"""What runs once per request as one module: `prepare`, and the time x request work of all evaluations as one batch."""
+"""The pass that joins `prepare` with the time x request work of all evaluations, computed as one batch per request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from voicehub_aot.compiler.passes import Spans
 from voicehub_aot.compiler.split import Stage, Stages, set_attribute
-from voicehub_aot.spec.region import BATCH, TensorSpec
+from voicehub_aot.engines import Engine, Weights
+from voicehub_aot.spec.region import BATCH, EVALUATIONS, TensorSpec
 
 
-def per_request(stages: Stages) -> tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The module that runs per request, its inputs and its outputs.
+def wanted(engine: Engine, weights: Weights) -> bool:
+    """An engine has one module per request and one per evaluation, whatever it is."""
+    return True
 
-    Without time x request work it is `prepare` itself. With it, the table's values come in stacked [N, ...] and the
-    mixed values go out stacked, computed for all N evaluations as one batch.
+
+def rewrite(stages: Stages, spans: Spans) -> Stages:
+    """`mixed` becomes part of `prepare`.
+
+    The table's values that it reads come in stacked, [N, ...], and its own go out stacked.
     """
     if stages.mixed is None:
-        return stages.prepare.module, stages.prepare.inputs, stages.prepare.outputs
+        return stages
     module = _PrepareMixed(stages.prepare, stages.mixed)
-    tables = tuple(_stacked(v) for v in module.tables)
     raw = tuple(v for v in module.raw if v.name not in {i.name for i in stages.prepare.inputs})
-    mixed = tuple(_stacked(v) for v in stages.mixed.outputs)
-    return module, (*stages.prepare.inputs, *raw, *tables), (*stages.prepare.outputs, *mixed)
+    inputs = (*stages.prepare.inputs, *raw, *map(_stacked, module.tables))
+    outputs = (*stages.prepare.outputs, *map(_stacked, stages.mixed.outputs))
+    return replace(stages, prepare=Stage("prepare", module, inputs, outputs), mixed=None)
 
 
 def _stacked(value: TensorSpec) -> TensorSpec:
     """The value of all evaluations, [N, ...]."""
-    return value.model_copy(update={"shape": ("N", *value.shape)})
+    return value.model_copy(update={"shape": (EVALUATIONS, *value.shape)})
 
 
 class _PrepareMixed(nn.Module):

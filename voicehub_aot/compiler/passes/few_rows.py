@@ -1,51 +1,58 @@
-"""Linears of few rows in a stage, prepared for a compiler that fuses them. The rule is `kernels.linear.few`."""
+"""The pass that turns linears of few rows into reductions, which some engines fuse. Its rule: `kernels.linear.few`."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from voicehub_aot.compiler.split import Stage, attribute, set_attribute
-from voicehub_aot.engines import Span
+from voicehub_aot.compiler.passes import Spans
+from voicehub_aot.compiler.split import Stage, Stages, attribute, set_attribute
+from voicehub_aot.engines import Engine, Weights
 from voicehub_aot.kernels.linear import few, reduced
 
 LINEAR = torch.ops.aten.linear.default
 NARROW = torch.bfloat16
 NARROW_NAME = "{}_bfloat16"
 
-Spans = Mapping[str, tuple[Span, ...]]  # what each varying size serves, by name
-
 
 def serves_few(stage: Stage, spans: Spans) -> bool:
     """True if every linear of the stage has few rows whatever is promised, so that packed weights gain nothing."""
-    rows = [most_rows(node, stage, spans) for node in _linears(stage.module)]
+    rows = [most_rows(node, stage, spans) for node in _linears(stage)]
     return bool(rows) and all(few(n) for n in rows)
 
 
-def fused(stage: Stage, spans: Spans) -> fx.GraphModule:
-    """The stage's graph with its linears of few rows as reductions; what it computes stays the same.
+def wanted(engine: Engine, weights: Weights) -> bool:
+    """An engine that fuses reductions. One that packs its weights has nothing to gain."""
+    return engine.FUSES and weights == "shared"
+
+
+def rewrite(stages: Stages, spans: Spans) -> Stages:
+    """The step's linears of few rows become reductions.
 
     Their weights are kept in bfloat16, under a name of its own, where that loses nothing: every value is one.
     """
-    counts = {n.name: most_rows(n, stage, spans) for n in _linears(stage.module)}
+    stage = stages.step
+    counts = {n.name: most_rows(n, stage, spans) for n in _linears(stage)}
     chosen = {name: rows for name, rows in counts.items() if few(rows)}
     if not chosen:
-        return stage.module
+        return stages
     module = copy.copy(stage.module)  # weights stay shared
-    module.graph = copy.deepcopy(stage.module.graph)
-    for node in _linears(module):
+    assert isinstance(module, fx.GraphModule)
+    module.graph = copy.deepcopy(stage.graph)
+    for node in module.graph.find_nodes(op="call_function", target=LINEAR):
         if node.name in chosen:
             node.target = reduced
             node.args = (*node.args[:2], node.args[2] if len(node.args) > 2 else None, chosen[node.name])
             _narrow(module, node)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return module
+    return replace(stages, step=replace(stage, module=module, row_bound=True))
 
 
 def most_rows(node: fx.Node, stage: Stage, spans: Spans) -> int:
@@ -65,7 +72,7 @@ def most_rows(node: fx.Node, stage: Stage, spans: Spans) -> int:
 
 def _symbols(stage: Stage) -> dict[str, str]:
     """The graph's own symbol of each named size."""
-    placeholders = stage.module.graph.find_nodes(op="placeholder")
+    placeholders = stage.graph.find_nodes(op="placeholder")
     found = {}
     for node, value in zip(placeholders, stage.inputs, strict=True):
         for size, name in zip(node.meta["val"].shape, value.shape, strict=True):
@@ -74,8 +81,8 @@ def _symbols(stage: Stage) -> dict[str, str]:
     return found
 
 
-def _linears(module: fx.GraphModule) -> Sequence[fx.Node]:
-    return module.graph.find_nodes(op="call_function", target=LINEAR)
+def _linears(stage: Stage) -> Sequence[fx.Node]:
+    return stage.graph.find_nodes(op="call_function", target=LINEAR)
 
 
 def _narrow(module: fx.GraphModule, linear: fx.Node) -> None:
