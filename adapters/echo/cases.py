@@ -13,7 +13,7 @@ from voicehub_aot.adapters.echo import PROGRAM_OPTIONS, program
 from voicehub_aot.adapters.echo.checkpoint import config_from, denoiser_part, network
 from voicehub_aot.adapters.echo.net import Config, EchoDiT, LatentEncoder
 from voicehub_aot.errors import UsageError
-from voicehub_aot.spec.checkpoint import loaded
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, probe
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from voicehub_aot.adapters._echo_irodoritts.net import (
     Sizes,
     SwiGLU,
     linear,
-    rope_of,
 )
+from voicehub_aot.adapters._tables import inverse_frequencies, rope_of
 from voicehub_aot.kernels.attention import attention
 from voicehub_aot.kernels.rotary import rotate_pairs
 
@@ -125,7 +125,8 @@ class EncoderAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, P, D] -> [B, P, D]."""
         tokens, shape = x.shape[1], (*x.shape[:2], self.heads, -1)
-        rope = rope_of(torch.arange(tokens, device=x.device), x.shape[2] // self.heads)
+        frequencies = inverse_frequencies(x.shape[2] // self.heads, x.device)
+        rope = rope_of(torch.arange(tokens, device=x.device), frequencies)
         query = rotate_pairs(self.q_norm(self.wq(x).view(shape)), *rope).transpose(1, 2)
         key = rotate_pairs(self.k_norm(self.wk(x).view(shape)), *rope).transpose(1, 2)
         future = torch.full((tokens, tokens), float("-inf"), device=x.device).triu(1)

@@ -9,7 +9,6 @@ Two masks run through everything. `inside` (n < lengths) is the mask upstream bu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from voicehub_aot.adapters._tables import Rope, inverse_frequencies, rope_of, sines_first
 from voicehub_aot.kernels.attention import attention, key_bias
 from voicehub_aot.kernels.mish import mish
 from voicehub_aot.kernels.rotary import in_halves_order, rotate_halves, rotate_pairs
-
-Rope = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,27 +51,16 @@ class DiTConfig(Config):
     backbone: Literal["DiT"] = "DiT"
 
 
-def inverse_frequencies(dim: int) -> Tensor:
-    """[dim / 2] float32: 10000 ** (-2 j / dim)."""
-    return 1.0 / torch.pow(10000.0, torch.arange(0, dim, 2).float() / dim)
-
-
 class TimestepEmbedding(nn.Module):
-    """time: [1] float32, 0 = noise, 1 = data -> [1, D].
-
-    Angles reach 1000 rad, where one float32 ulp is 6e-5: the order of the products is upstream's.
-    """
+    """time: [1] float32, 0 = noise, 1 = data -> [1, D]."""
 
     def __init__(self, dim: int, features: int = 256) -> None:
         super().__init__()
-        self.waves = features // 2
+        self.features = features
         self.time_mlp = nn.Sequential(nn.Linear(features, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, time: Tensor) -> Tensor:
-        decay = -(math.log(10000) / (self.waves - 1))
-        frequencies = torch.exp(torch.arange(self.waves, device=time.device).float() * decay)
-        angles = 1000 * time[:, None] * frequencies
-        embedded: Tensor = self.time_mlp(torch.cat((angles.sin(), angles.cos()), dim=-1))
+        embedded: Tensor = self.time_mlp(sines_first(time, self.features))
         return embedded
 
 
@@ -87,9 +74,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies(dim_head))
 
     def forward(self, tokens: int) -> Rope:
-        position = torch.arange(tokens, dtype=torch.float32, device=self.inv_freq.device)
-        angles = (position[:, None] * self.inv_freq)[:, None]
-        return angles.cos(), angles.sin()
+        return rope_of(torch.arange(tokens, device=self.inv_freq.device), self.inv_freq)
 
 
 class Attention(nn.Module):

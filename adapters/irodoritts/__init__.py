@@ -27,12 +27,13 @@ branches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from voicehub_aot.adapters._echo_irodoritts import checkpoint as checkpoints, sampling
+from voicehub_aot.adapters._tables import TIME_DTYPES, rounded
 from voicehub_aot.adapters.irodoritts.checkpoint import (
     CONFIGS,
     FILES,
@@ -46,16 +47,14 @@ from voicehub_aot.adapters.irodoritts.checkpoint import (
 )
 from voicehub_aot.adapters.irodoritts.net import Config
 from voicehub_aot.errors import OptionUnsupported, UsageError
-from voicehub_aot.spec.checkpoint import check_shapes, loaded
+from voicehub_aot.spec.checkpoint import check_shapes
 from voicehub_aot.spec.guidance import Branch, Guidance
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.spec.schedule import Schedule
 from voicehub_aot.spec.solver import euler
 from voicehub_aot.spec.traits import Traits
-
-if TYPE_CHECKING:
-    pass
 
 ALIASES = ("irodori", "irodori-tts", "irodori_tts")
 DEFAULT_CONFIG = "Irodori-TTS-500M-v3"
@@ -72,13 +71,6 @@ TRAITS = Traits(
     passes=("compile", "sdpa", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
     surfaces=("model.forward_with_encoded_conditions", "codec.decode_latent"),
 )
-
-
-def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    weights = checkpoints.without(weights, OUTSIDE)
-    check_shapes(f"{NAME} denoiser", weights, checkpoint_shapes(config))
-    return Region(_spec(config), loaded(network(config), weights))
-
 
 # --- the region
 
@@ -115,7 +107,7 @@ def _call(config: Config) -> Call:
     )
 
 
-def _spec(config: Config) -> RegionSpec:
+def region_spec(config: Config) -> RegionSpec:
     c, sizes = config, config.sizes
     request: Any = {"binding": "REQUEST"}
     mask: Any = {"dtype": "bool", **request}
@@ -150,10 +142,16 @@ def _spec(config: Config) -> RegionSpec:
     )
 
 
+def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
+    weights = checkpoints.without(weights, OUTSIDE)
+    check_shapes(f"{NAME} {region_spec(config).name}", weights, checkpoint_shapes(config))
+    return Region(region_spec(config), loaded(network(config), weights))
+
+
 # --- the sampling loop
 
 MODES = ("independent", "joint", "alternating")
-CHOICES = {"cfg_guidance_mode": MODES, "t_schedule_mode": ("linear", "sway"), "time_dtype": sampling.TIME_DTYPES}
+CHOICES = {"cfg_guidance_mode": MODES, "t_schedule_mode": ("linear", "sway"), "time_dtype": TIME_DTYPES}
 PROGRAM_OPTIONS: Mapping[str, Any] = {
     "cfg_guidance_mode": "independent",
     "conditions": None,
@@ -191,7 +189,7 @@ def program(steps: int, **options: Any) -> Program:
 
     return euler(
         schedule,
-        times=sampling.rounded(schedule.times[:-1], o["time_dtype"]),
+        times=rounded(schedule.times[:-1], o["time_dtype"]),
         against=against,
         rescale=sampling.rescale(NAME, o["rescale_k"], o["rescale_sigma"]),
     )

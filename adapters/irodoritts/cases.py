@@ -13,7 +13,7 @@ from voicehub_aot.adapters.irodoritts import JOINT, PROGRAM_OPTIONS, SCALES, pro
 from voicehub_aot.adapters.irodoritts.checkpoint import OUTSIDE, config_from, network
 from voicehub_aot.adapters.irodoritts.net import TextToLatentRFDiT
 from voicehub_aot.errors import UsageError
-from voicehub_aot.spec.checkpoint import loaded
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, probe
 
 if TYPE_CHECKING:

@@ -166,7 +166,7 @@ def test_the_unconditional_branch_sees_neither_text_nor_voice() -> None:
 def test_guidance_of_scale_zero_is_the_conditional_branch() -> None:
     case = golden("sampler_tiny")
     sampler = case_sampler(case)
-    request = supertonic._request(case)
+    request = cases._request(case)
     noise = case.inputs["noise"] * case.inputs["latent_mask"]
 
     *_, off = sampler.trajectory(noise=noise, guidance=0.0, **request)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency, UsageError
 
@@ -60,6 +59,24 @@ def locate(source: str, hub_files: Iterable[str]) -> Path:
             f"{source}: could not be fetched ({type(error).__name__}: {_first_line(error)}){why}; check the id and "
             "the network, or download it and give the local path"
         ) from error
+
+
+def find(path: Path, patterns: Sequence[str], advice: str = "name one file") -> Path:
+    """`path` itself if it is a file, else the one file below it that matches the first pattern that any file does.
+
+    Raises CheckpointMismatch, with this advice if several files match one pattern.
+    """
+    if path.is_file():
+        return path
+    for pattern in patterns:
+        found = sorted(path.glob(pattern))
+        if len(found) > 1:
+            names = ", ".join(str(file.relative_to(path)) for file in found)
+            raise CheckpointMismatch(f"{path}: several checkpoints ({names}); {advice}")
+        if found:
+            return found[0]
+    names = " or ".join(pattern.removeprefix("**/") for pattern in patterns)
+    raise CheckpointMismatch(f"{path}: no {names} in it; name the checkpoint file")
 
 
 def _first_line(error: BaseException) -> str:
@@ -284,11 +301,18 @@ def _sets(content: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
 # --- the weights of a model
 
 
-def loaded(module: nn.Module, weights: Mapping[str, torch.Tensor], prefix: str = "") -> nn.Module:
-    """`module`, made without storage, with these weights in float32, ready to evaluate. prefix: of their keys."""
-    state = {key.removeprefix(prefix): tensor.float().contiguous() for key, tensor in weights.items()}
-    module.load_state_dict(state, assign=True)
-    return module.eval().requires_grad_(False)
+def check_sizes(file: Path, fault: str | None, wanted: str) -> None:
+    """CheckpointMismatch if there is a fault: what is wrong with the sizes that the file's tensors have."""
+    if fault:
+        raise CheckpointMismatch(f"{file}: its tensors have impossible shapes: {fault}; give {wanted}")
+
+
+def only_tensors(file: Path, content: Mapping[str, Any], wanted: str = "a tensor") -> dict[str, torch.Tensor]:
+    """`content`, if it holds nothing but tensors; CheckpointMismatch for the first thing that is not what is wanted."""
+    for key, value in content.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointMismatch(f"{file}: {key!r} is a {type(value).__name__}, wanted {wanted}")
+    return dict(content)
 
 
 def _some(keys: list[str]) -> str:

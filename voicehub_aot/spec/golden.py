@@ -59,6 +59,10 @@ class Case:
             raise UsageError(f"{self.name}: inputs are {sorted(self.inputs)!r}, wanted {sorted(wanted)!r}{perhaps}")
         return self.inputs
 
+    def times(self, name: str) -> list[float]:
+        """The distinct values of an input, ascending: the times of a case of single evaluations."""
+        return sorted(set(self.inputs[name].reshape(-1).tolist()))
+
     def check_scalars(self, known: Iterable[str]) -> Mapping[str, Any]:
         """The case's scalars; UsageError for one that is not known."""
         if unknown := sorted(set(self.scalars) - set(known)):
