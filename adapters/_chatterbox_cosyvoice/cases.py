@@ -36,17 +36,17 @@ def case_program(case: Case) -> Program:
         if s["meanflow"]:  # whatever t_scheduler says
             return mean_flow(s["n_timesteps"])
         if s["t_scheduler"] not in GRIDS:
-            raise UsageError(f"{case.name}: t_scheduler {s['t_scheduler']!r} is none of {', '.join(GRIDS)}")
+            raise UsageError(f"{case.name}: t_scheduler {s['t_scheduler']!r} is not one of {', '.join(GRIDS)}")
         return euler(GRIDS[s["t_scheduler"]](s["n_timesteps"]))
     times, ends = case.inputs["t"].reshape(-1), case.inputs.get("r")
     if ends is None:
-        return probe(sorted(set(times.tolist())))
+        return probe(case.times("t"))
     pairs = sorted(set(zip(times.tolist(), ends.reshape(-1).expand_as(times).tolist(), strict=True)))
     return probe([t for t, _ in pairs], extra_times={"r": [r for _, r in pairs]})
 
 
 def replay(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, Tensor]:
-    return (_replay_loop if case.kind == "sampler" else _replay_call)(case, sampler, region)
+    return _replay_loop(case, sampler, region) if case.kind == "sampler" else _replay_call(case, sampler, region)
 
 
 def _names(region: RegionSpec) -> set[str]:

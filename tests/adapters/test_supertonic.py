@@ -89,7 +89,7 @@ def test_replay_refuses_masks_that_are_no_prefix() -> None:
     mask[0, 0, 3] = 0
     holed = dataclasses.replace(case, inputs={**case.inputs, "latent_mask": mask})
 
-    with pytest.raises(UsageError, match="latent_mask is no prefix mask"):
+    with pytest.raises(UsageError, match="latent_mask is not a prefix mask"):
         cases.replay(holed, case_sampler(case))
 
 
