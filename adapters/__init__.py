@@ -43,8 +43,6 @@ class Sampler(Protocol):
         **request: Any,
     ) -> torch.Tensor: ...
 
-    def exposed(self, state: torch.Tensor, **request: Any) -> dict[str, torch.Tensor]: ...
-
     def trajectory(
         self,
         *,
