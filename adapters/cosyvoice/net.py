@@ -18,14 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from voicehub_aot.adapters._chatterbox_cosyvoice.net import channels_last, chunk_bias
-from voicehub_aot.adapters.f5tts.net import (
-    DiTBlock,
-    DiTConfig,
-    Modulation,
-    RotaryEmbedding,
-    TimestepEmbedding,
-    modulate,
-)
+from voicehub_aot.adapters.f5tts.dit import DiTBlock, DiTConfig, Modulation, modulate
+from voicehub_aot.adapters.f5tts.net import RotaryEmbedding, TimestepEmbedding
 from voicehub_aot.kernels.mish import mish
 
 

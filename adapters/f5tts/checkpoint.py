@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from voicehub_aot.adapters._tables import inverse_frequencies
-from voicehub_aot.adapters.f5tts.net import Config, DiT, DiTConfig
+from voicehub_aot.adapters.f5tts.dit import DiT, DiTConfig
+from voicehub_aot.adapters.f5tts.net import Config
 from voicehub_aot.adapters.f5tts.unett import UNetT, UNetTConfig
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UsageError
 from voicehub_aot.spec.checkpoint import COUNTERS, Reading, check_sizes, find, only_tensors, read_weights

@@ -1,7 +1,7 @@
-"""F5-TTS's networks: the parts both backbones are made of, smallest first, and DiT.
+"""F5-TTS's networks: the parts that both backbones are made of, smallest first.
 
-Ported from SWivid/F5-TTS 2ae2c9bd9b64dab2cb069c4b97e5e7673c521e01 (MIT), src/f5_tts/model/{modules,backbones/dit}.py;
-the rotary embedding from x_transformers. Parameters keep upstream's names and shapes.
+Ported from SWivid/F5-TTS 2ae2c9bd9b64dab2cb069c4b97e5e7673c521e01 (MIT), src/f5_tts/model/modules.py; the
+rotary embedding from x_transformers. Parameters keep upstream's names and shapes.
 
 Two masks run through everything. `inside` (n < lengths) is the mask upstream builds from durations; `reach`
 (n < extent) is where a row physically ends: what lies beyond it must not be seen, whatever the tensor's size.
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from voicehub_aot.adapters._tables import Rope, inverse_frequencies, rope_of, sines_first
-from voicehub_aot.kernels.attention import attention, key_bias
+from voicehub_aot.kernels.attention import attention
 from voicehub_aot.kernels.mish import mish
 from voicehub_aot.kernels.rotary import in_halves_order, rotate_halves, rotate_pairs
 
@@ -43,12 +43,6 @@ class Config:
     conv_layers: int = 0
     pe_attn_head: int | None = None
     attn_mask_enabled: bool = False
-
-
-@dataclass(frozen=True)
-class DiTConfig(Config):
-    long_skip_connection: bool = False
-    backbone: Literal["DiT"] = "DiT"
 
 
 class TimestepEmbedding(nn.Module):
@@ -93,10 +87,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, bias: Tensor, inside: Tensor) -> Tensor:
         """x: [B, T, D]; bias: [B, 1, 1, T] from `key_bias`; inside: [B, T, 1] 1.0 = real -> [B, T, D], 0 elsewhere."""
         heads = (*x.shape[:2], self.heads, -1)
-        query, key = (
-            self.rotated_heads(x, self.to_q, self.q_norm, rope),
-            self.rotated_heads(x, self.to_k, self.k_norm, rope),
-        )
+        query = self.rotated_heads(x, self.to_q, self.q_norm, rope)
+        key = self.rotated_heads(x, self.to_k, self.k_norm, rope)
         value = self.to_v(x).view(heads)
         mixed = attention(query, key, value.transpose(1, 2), bias)
         out: Tensor = self.to_out[0](mixed.transpose(1, 2).flatten(2))
@@ -109,7 +101,7 @@ class Attention(nn.Module):
         """
         weight: Tensor = linear.weight
         bias: Tensor = linear.bias
-        gain: Tensor | None = getattr(norm, "weight", None)
+        gain: Tensor | None = norm.weight if isinstance(norm, nn.RMSNorm) else None
         width, rotate = self.dim_head, rotate_pairs
         if torch.compiler.is_exporting():
             weight, bias, rotate = in_halves_order(weight, width), in_halves_order(bias, width), rotate_halves
@@ -234,81 +226,3 @@ class InputEmbedding(nn.Module):
         h = F.linear(x, of_x) + (F.linear(cond, of_cond, self.proj.bias) + F.linear(text, of_text))
         embedded: Tensor = self.conv_pos_embed(h, mask) + h
         return embedded
-
-
-class Modulation(nn.Module):
-    """te: [1, D] -> `parts` tensors of [1, 1, D]: they depend on the time alone and broadcast over rows."""
-
-    def __init__(self, dim: int, parts: int) -> None:
-        super().__init__()
-        self.parts = parts
-        self.linear = nn.Linear(dim, dim * parts)
-
-    def forward(self, te: Tensor) -> tuple[Tensor, ...]:
-        parts: tuple[Tensor, ...] = self.linear(F.silu(te))[:, None].chunk(self.parts, dim=-1)
-        return parts
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x: [B, T, D]; shift, scale: [1, 1, D] -> [B, T, D]."""
-    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
-
-
-class DiTBlock(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.attn_norm = Modulation(config.dim, 6)
-        self.attn = Attention(config)
-        self.ff = FeedForward(config.dim, config.ff_mult)
-
-    def forward(self, h: Tensor, te: Tensor, rope: Rope, bias: Tensor, inside: Tensor) -> Tensor:
-        shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = self.attn_norm(te)
-        h = h + gate_attn * self.attn(modulate(h, shift_attn, scale_attn), rope, bias, inside)
-        h = h + gate_ff * self.ff(modulate(h, shift_ff, scale_ff))
-        return h
-
-
-class DiT(nn.Module):
-    """The arguments are the region's inputs; returns velocity [B, T, mel] and the text embedding [B, T, C]."""
-
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.attn_mask_enabled = config.attn_mask_enabled
-        self.time_embed = TimestepEmbedding(config.dim)
-        self.text_embed = TextEmbedding(config)
-        self.input_embed = InputEmbedding(config)
-        self.rotary_embed = RotaryEmbedding(config.dim_head)
-        self.transformer_blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
-        self.long_skip_connection = (
-            nn.Linear(2 * config.dim, config.dim, bias=False) if config.long_skip_connection else None
-        )
-        self.norm_out = Modulation(config.dim, 2)
-        self.proj_out = nn.Linear(config.dim, config.mel_dim)
-
-    def forward(
-        self,
-        *,
-        x: Tensor,
-        time: Tensor,
-        cond: Tensor,
-        text: Tensor,
-        lengths: Tensor,
-        extent: Tensor,
-        drop_audio: Tensor,
-        drop_text: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        position = torch.arange(cond.shape[1], device=cond.device)
-        inside, reach = position < lengths[:, None], position < extent[:, None]
-        real = inside[..., None].to(cond.dtype)
-        te = self.time_embed(time)
-        text_embed = self.text_embed(text, inside, reach, drop_text)
-        h = self.input_embed(x, cond.masked_fill(drop_audio[:, None, None], 0.0), text_embed, real)
-        rope = self.rotary_embed(cond.shape[1])
-        bias = key_bias(inside if self.attn_mask_enabled else reach)
-        first = h
-        for block in self.transformer_blocks:
-            h = block(h, te, rope, bias, real)
-        if self.long_skip_connection is not None:
-            h = self.long_skip_connection(torch.cat((h, first), dim=-1))
-        scale, shift = self.norm_out(te)  # the other order than in the blocks
-        return self.proj_out(modulate(h, shift, scale)), text_embed
