@@ -17,7 +17,7 @@ from voicehub_aot.spec.network import count, size
 ESTIMATOR = "decoder.estimator."
 # The other modules of a flow, and those beside it in S3Gen: resemble-ai/chatterbox 5de7a54, models/s3gen: s3gen.py and
 # flow.py, and FunAudioLLM/CosyVoice 074ca6d, cosyvoice/flow/flow.py.
-ELSEWHERE = (
+OUTSIDE = (
     *("input_embedding.", "spk_embed_affine_layer.", "encoder.", "encoder_proj.", "pre_lookahead_layer."),
     *("tokenizer.", "speaker_encoder.", "mel2wav."),
 )
@@ -32,7 +32,7 @@ def read_estimator(file: Path, prefix: str, reading: Reading) -> dict[str, Tenso
     content = read_weights(file, reading)[0]
     inner = {key: key.removeprefix("flow.") for key in content}
     whole = any(name.startswith(ESTIMATOR) for name in inner.values())
-    own = {k: v for k, v in content.items() if inner[k] not in TRAINING and not inner[k].startswith(ELSEWHERE)}
+    own = {k: v for k, v in content.items() if inner[k] not in TRAINING and not inner[k].startswith(OUTSIDE)}
     return {
         key if whole and not inner[key].startswith(ESTIMATOR) else prefix + inner[key].removeprefix(ESTIMATOR): tensor
         for key, tensor in only_tensors(file, own).items()
@@ -53,7 +53,7 @@ def decoder_fault(config: DecoderConfig) -> str | None:
     if config.in_channels != 4 * config.out_channels:
         return f"in_channels={config.in_channels!r} is not 4 x out_channels={config.out_channels!r}"
     if not isinstance(config.channels[0], int) or config.channels[0] < 1:
-        return f"channels={list(config.channels)!r} holds something else than positive integers"
+        return f"channels={list(config.channels)!r} is not a list of positive integers"
     return None
 
 

@@ -42,7 +42,7 @@ def spec(
 ) -> RegionSpec:
     """meanflow: two times and no guidance. chunks: rows may stream. extent: velocities beyond a row's length count.
 
-    ignored: further arguments of upstream's call that say nothing.
+    ignored: further arguments of upstream's call, which have no effect.
     """
     request: Any = {"binding": "REQUEST"}
     flag: Any = {"binding": "REQUEST", "shape": ("B",), "dtype": "bool"}

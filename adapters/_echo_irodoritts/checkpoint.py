@@ -1,4 +1,4 @@
-"""How checkpoints of Echo-TTS and Irodori-TTS are read: one file of a whole model, of which the denoiser is a part."""
+"""How checkpoints of Echo-TTS and Irodori-TTS are read: one file holds a whole model, the denoiser among it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from voicehub_aot.spec.network import count, size
 
 
 def read(file: Path, reading: Reading) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """-> (all tensors of the model, what stands beside them in a trainer's file)."""
+    """Returns all tensors of the model, and what stands beside them in a trainer's file."""
     weights, beside = read_weights(file, reading)
     refuse_lora(file, weights)
     return only_tensors(file, weights, "tensors, or a mapping of them under 'model'"), beside

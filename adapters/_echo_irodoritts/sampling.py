@@ -21,7 +21,7 @@ FIRST_TIME = 0.999  # so that the temporal score rescale is defined at the first
 
 
 def rescale(name: str, k: float | None, sigma: float | None) -> tuple[float, float] | None:
-    """Both or none, as upstream takes them."""
+    """(k, sigma), or None: upstream takes both or neither."""
     if k is None or sigma is None:
         return None
     if not k > 0:

@@ -97,7 +97,7 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {"grid": "cosine", "meanflow": False}
 
 
 def program(steps: int, **options: Any) -> Program:
-    """grid: cosine or linear. meanflow: of the configuration; it knows the linear grid alone, released with 2 steps."""
+    """grid: cosine or linear. meanflow: as the configuration; then the grid is linear, and releases take 2 steps."""
     chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"grid": flow.GRIDS})
     if not chosen["meanflow"]:
         return euler(flow.GRIDS[chosen["grid"]](steps))

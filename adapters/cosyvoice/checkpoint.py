@@ -77,7 +77,7 @@ def fault(config: Config) -> str | None:
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
-    """A causal decoder is told from a DiT by its `channels`, or by `backbone`, its class upstream."""
+    """`channels`, or `backbone` with upstream's name of its class, tells a causal decoder from a DiT."""
     backbone = values.get("backbone", "CausalConditionalDecoder" if "channels" in values else "DiT")
     if backbone == "CausalConditionalDecoder":
         config = decoder_config(NAME, {"static_chunk_size": CHUNK, **values})

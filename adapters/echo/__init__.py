@@ -17,7 +17,7 @@ states after text_norm and speaker_norm. Time: 1 = noise, 0 = data. B rows, T fr
     latent_state   [B, P, 1280]  request    blockwise: the latent encoder's patches of what is finished; latent_mask
                                             [B, P], True = real
     start_pos      [B]           request    blockwise: frames that are finished, 0 if left out
-    drop_text, drop_speaker [B]  flags      none of the text, none of the speaker is seen
+    drop_text, drop_speaker [B]  flags      no frame attends to the text, to the speaker
     velocity       [B, T, 80]    output
 
 Upstream has no mask over frames; without `hidden` and with full lengths there is none here.
@@ -155,7 +155,7 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
 def program(steps: int, **options: Any) -> Program:
     """Euler from time 0.999 to 0, guided while cfg_min_t <= t <= cfg_max_t, without guidance outside.
 
-    rescale_k with rescale_sigma: the temporal score rescale. time_dtype: as which upstream's model is given its times,
+    rescale_k with rescale_sigma: the temporal score rescale. time_dtype: of the times that upstream's model is given,
     float32 or bfloat16 (how it is released to run).
     """
     o = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": TIME_DTYPES})

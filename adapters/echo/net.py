@@ -26,8 +26,9 @@ from voicehub_aot.kernels.rotary import rotate_pairs
 
 @dataclass(frozen=True)
 class Config:
-    """Upstream's hyperparameters as released. text_*, speaker_*: of encoders outside the region, but for the widths.
+    """Upstream's hyperparameters as released.
 
+    text_*, speaker_*: sizes of encoders outside the region, which reads only their widths.
     blockwise: with the weights that read a finished prefix; False leaves them out, as upstream's loader can.
     """
 

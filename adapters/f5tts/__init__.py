@@ -73,6 +73,13 @@ TRAITS = Traits(
 
 # --- the region
 
+GUIDANCE = Guidance(
+    equation="classifier_free",
+    branches=(
+        Branch(name="conditional"),
+        Branch(name="unconditional", flags={"drop_audio": True, "drop_text": True}, scale=2.0),
+    ),
+)
 _CALL = Call(
     parameters=(
         Parameter(name="x", kind="tensor", feeds="x"),
@@ -87,13 +94,6 @@ _CALL = Call(
     ),
     returns="velocity",
     source="SWivid/F5-TTS 2ae2c9bd, src/f5_tts/model/backbones/dit.py, DiT.forward",
-)
-GUIDANCE = Guidance(
-    equation="classifier_free",
-    branches=(
-        Branch(name="conditional"),
-        Branch(name="unconditional", flags={"drop_audio": True, "drop_text": True}, scale=2.0),
-    ),
 )
 
 

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from voicehub_aot.adapters import Sampler
     from voicehub_aot.spec.golden import Case
 
+CALL_DEFAULTS: Mapping[str, Any] = {
+    "cfg_infer": False,
+    "drop_audio_cond": False,
+    "drop_text": False,
+    "cfg_strength": None,
+    "mask_is_none": None,
+}
 LOOP_DEFAULTS: Mapping[str, Any] = {  # CFM.sample's own
     "steps": 32,
     "cfg_strength": 1.0,
@@ -29,13 +36,6 @@ LOOP_DEFAULTS: Mapping[str, Any] = {  # CFM.sample's own
     "use_epss": True,
     "noise_seed": None,
     "no_ref_audio": False,
-}
-CALL_DEFAULTS: Mapping[str, Any] = {
-    "cfg_infer": False,
-    "drop_audio_cond": False,
-    "drop_text": False,
-    "cfg_strength": None,
-    "mask_is_none": None,
 }
 
 

@@ -102,7 +102,7 @@ def _bare(key: str) -> str:
 
 
 def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
-    """The tensors under released keys, whose prefix a file may lack; none of training, none of the mel front end."""
+    """The network's tensors under released keys. A file may lack their prefix, and hold tensors of other parts."""
     content = read_weights(file, reading)[0]
     own = {k: v for k, v in content.items() if _bare(k) not in COUNTERS and not _bare(k).startswith("mel_spec.")}
     own = only_tensors(file, own, "a tensor, or tensors under 'ema_model_state_dict'")

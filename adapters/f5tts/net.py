@@ -128,7 +128,7 @@ class FeedForward(nn.Module):
 
 
 class GRN(nn.Module):
-    """Global response normalisation: its statistics run over time, hence over `reach` only."""
+    """Global response normalisation: its statistics run over time, so they end at `reach`."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ the speaker and the caption inputs are there when the model has the condition:
     caption_state  [B, K, 512]    request    of the caption encoder; caption_mask [B, K]
     hidden         [B, T]         request    True = not attended to (upstream's ~latent_mask), none if left out
     lengths        [B]            request    frames of each row
-    drop_text, drop_speaker, drop_caption [B]   flags   none of the condition is seen
+    drop_text, drop_speaker, drop_caption [B]   flags   no frame attends to the condition
     velocity       [B, T, 32]     output
 
 A dropped condition is masked here and zeroed as well upstream: masked keys do not matter, so one state serves all
@@ -165,14 +165,39 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
 }
 
 
+def _conditions(names: str | None) -> tuple[str, ...]:
+    if names is None:
+        return tuple(SCALES)  # a branch that a model does not have is left out
+    conditions = tuple(name.strip() for name in names.split(",") if name.strip())
+    if unknown := sorted(set(conditions) - set(SCALES)):
+        raise OptionUnsupported(
+            f"{NAME}: conditions={names!r}, but {unknown!r} are not known; known are {list(SCALES)!r}"
+        )
+    return conditions
+
+
+def _schedule(steps: int, sway: float | None) -> Schedule:
+    if steps < 1:
+        raise UsageError(f"{NAME}: steps={steps!r}: a schedule needs at least 1 step")
+    u = torch.linspace(0.0, 1.0, steps + 1)
+    if sway is not None:
+        u = (u + sway * (torch.cos(torch.pi / 2 * u) + u - 1.0)).clamp(0.0, 1.0)
+    try:
+        return Schedule(times=tuple(((1.0 - u) * sampling.FIRST_TIME).tolist()))
+    except ValueError as error:
+        raise OptionUnsupported(
+            f"{NAME}: steps={steps!r} with sway_coeff={sway!r} gives no decreasing times: choose other values"
+        ) from error
+
+
 def program(steps: int, **options: Any) -> Program:
     """Euler from time 0.999 to 0, guided while cfg_min_t <= t <= cfg_max_t, without guidance outside.
 
     cfg_guidance_mode: "independent" guides against each of `conditions` at once, "joint" against the unconditional
     branch, "alternating" against one of `conditions` a step, in turn. conditions: comma-separated, those that are
     guided (text, speaker, caption); default all that the model has. sway_coeff: for t_schedule_mode "sway". rescale_k
-    with rescale_sigma: the temporal score rescale. time_dtype: as which upstream's model is given its times, float32
-    or bfloat16.
+    with rescale_sigma: the temporal score rescale. time_dtype: of the times that upstream's model is given,
+    float32 or bfloat16.
     """
     o = check_options(NAME, PROGRAM_OPTIONS, options, CHOICES)
     mode, conditions = o["cfg_guidance_mode"], _conditions(o["conditions"])
@@ -193,26 +218,3 @@ def program(steps: int, **options: Any) -> Program:
         against=against,
         rescale=sampling.rescale(NAME, o["rescale_k"], o["rescale_sigma"]),
     )
-
-
-def _conditions(names: str | None) -> tuple[str, ...]:
-    if names is None:
-        return tuple(SCALES)  # a branch that a model does not have is left out
-    conditions = tuple(name.strip() for name in names.split(",") if name.strip())
-    if unknown := sorted(set(conditions) - set(SCALES)):
-        raise OptionUnsupported(f"{NAME}: conditions={names!r}, but {unknown!r} are none of {list(SCALES)!r}")
-    return conditions
-
-
-def _schedule(steps: int, sway: float | None) -> Schedule:
-    if steps < 1:
-        raise UsageError(f"{NAME}: steps={steps!r}: a schedule needs at least 1 step")
-    u = torch.linspace(0.0, 1.0, steps + 1)
-    if sway is not None:
-        u = (u + sway * (torch.cos(torch.pi / 2 * u) + u - 1.0)).clamp(0.0, 1.0)
-    try:
-        return Schedule(times=tuple(((1.0 - u) * sampling.FIRST_TIME).tolist()))
-    except ValueError as error:
-        raise OptionUnsupported(
-            f"{NAME}: steps={steps!r} with sway_coeff={sway!r} gives no decreasing times: choose other values"
-        ) from error

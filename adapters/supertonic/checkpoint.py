@@ -130,7 +130,7 @@ def _own_weights(file: Path, reading: Reading) -> tuple[dict[str, Any], dict[str
 
 
 BLOCK = FIELD + "main_blocks.*."
-SIZES: Mapping[str, tuple[tuple[str, int], ...]] = {  # where each is told, as (key, axis)
+SIZES: Mapping[str, tuple[tuple[str, int], ...]] = {  # where each can be read, as (key, axis)
     "latent_channels": ((FIELD + "proj_in.net.weight", 1), (FIELD + "proj_out.net.weight", 0)),
     "hidden": ((FIELD + "proj_in.net.weight", 0), (FIELD + "proj_out.net.weight", 1)),
     "intermediate_dim": ((BLOCK + "convnext.*.pwconv1.weight", 0),),

@@ -5,7 +5,7 @@ modeling_vibevoice_streaming_inference}.py and vibevoice/schedule/dpm_solver.py.
 the hub: microsoft/VibeVoice-Realtime-0.5B, VibeVoice-1.5B, VibeVoice-Large; of their keys those below
 model.prediction_head are read.
 
-Compiled: one evaluation of the head. B rows are streams; there is no length:
+Compiled: one evaluation of the head. B rows are streams, which have no length:
 
     noisy_images  [B, 64]   state      latent of the frame, noise first
     time          [1]       time       step of the training chain, 999 = noise, one for all rows
@@ -49,8 +49,8 @@ from voicehub_aot.spec.traits import Traits
 ALIASES = ("vibe-voice",)
 DEFAULT_CONFIG = "VibeVoice-1.5B"
 DEFAULT_BUCKETS = {"batch": (1,)}  # more rows are another engine: --buckets 8
-RELEASED_DTYPE = torch.bfloat16
 DEFAULT_STEPS = (10, 5)
+RELEASED_DTYPE = torch.bfloat16
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, ("model*.safetensors", INDEX))
 TRAITS = Traits(
     formulation="denoising-diffusion",

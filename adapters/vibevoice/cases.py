@@ -51,7 +51,7 @@ def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
 
 
 def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    """A guidance pair is rows of one call upstream, [conditional; negative]: each row names its own condition."""
+    """Upstream passes a guidance pair as rows of one call, [conditional; negative]: each row has its own condition."""
     results = {"v": sampler.denoiser()(**case.inputs)}
     if "cfg_scale" in case.scalars:
         results["v_guided"] = EQUATIONS["classifier_free"](results["v"], [case.scalars["cfg_scale"] - 1])

@@ -98,7 +98,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
-    """Tensors of the head under released keys; the other parts of a whole model are not even read."""
+    """The head's tensors under released keys; the other parts of a whole model are not even read."""
     content: Mapping[str, Any] = read_weights(file, reading, NAMES)[0]
     if not any(key.startswith(NAMES) for key in content):
         content = read_weights(file, reading)[0]

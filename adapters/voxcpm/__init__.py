@@ -54,8 +54,8 @@ from voicehub_aot.spec.traits import Traits
 ALIASES = ("voxcpm2",)
 DEFAULT_CONFIG = "VoxCPM2"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {}
-RELEASED_DTYPE = torch.bfloat16
 DEFAULT_STEPS = (10,)
+RELEASED_DTYPE = torch.bfloat16
 HUB_FILES: Mapping[str, tuple[str, ...]] = {
     name: () if name.startswith("tiny") else ("config.json", "model.safetensors", "pytorch_model.bin")
     for name in CONFIGS
@@ -131,30 +131,9 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
     "sway": 1.0,
     "use_cfg_zero_star": True,  # the loop starts with steps of zero velocity; the equation is the configuration's
     "zero_init_steps": None,  # how many; None = upstream's 4 % of the grid's points, at least 1
-    "mean_mode": False,  # dt is told the denoiser
+    "mean_mode": False,  # the denoiser is given the width of the step as dt
     "time_dtype": "float32",  # what upstream's loop computes its grid and times in: the model's dtype
 }
-
-
-def program(steps: int, **options: Any) -> Program:
-    """UnifiedCFM.solve_euler. What the denoiser is told is accumulated by subtraction there, in the model's dtype.
-
-    time_dtype: bfloat16 as the checkpoints are released to run; it rounds the grid, hence also the steps taken.
-    """
-    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": TIME_DTYPES})
-    dtype = TIME_DTYPES[chosen["time_dtype"]]
-    grid = swayed(steps, chosen["sway"], dtype)
-    skipped = chosen["zero_init_steps"]
-    if skipped is None:
-        skipped = max(1, int((steps + 1) * 0.04)) if chosen["use_cfg_zero_star"] else 0
-    if not isinstance(skipped, int) or isinstance(skipped, bool) or not 0 <= skipped < steps:
-        raise OptionUnsupported(
-            f"{NAME}: {skipped!r} of {steps} steps have zero velocity, wanted 0 to {steps - 1}, so that one is "
-            "evaluated; ask for more steps, or set zero_init_steps"
-        )
-    times, widths = accumulated(grid, dtype)
-    told = widths if chosen["mean_mode"] else (0.0,) * steps
-    return euler(grid, times=times, extra_times={"dt": told}, skip=skipped)
 
 
 def swayed(steps: int, sway: float | None, dtype: torch.dtype) -> Schedule:
@@ -182,3 +161,24 @@ def accumulated(grid: Schedule, dtype: torch.dtype = torch.float32) -> tuple[tup
         widths.append(float(dt))
         t = t - dt
     return tuple(times), tuple(widths)
+
+
+def program(steps: int, **options: Any) -> Program:
+    """The loop of UnifiedCFM.solve_euler, which computes the times by repeated subtraction, in the model's dtype.
+
+    time_dtype: bfloat16 as the checkpoints are released to run; it rounds the grid, and with it the steps.
+    """
+    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": TIME_DTYPES})
+    dtype = TIME_DTYPES[chosen["time_dtype"]]
+    grid = swayed(steps, chosen["sway"], dtype)
+    skipped = chosen["zero_init_steps"]
+    if skipped is None:
+        skipped = max(1, int((steps + 1) * 0.04)) if chosen["use_cfg_zero_star"] else 0
+    if not isinstance(skipped, int) or isinstance(skipped, bool) or not 0 <= skipped < steps:
+        raise OptionUnsupported(
+            f"{NAME}: {skipped!r} of {steps} steps have zero velocity, wanted 0 to {steps - 1}, so that one is "
+            "evaluated; ask for more steps, or set zero_init_steps"
+        )
+    times, widths = accumulated(grid, dtype)
+    dt = widths if chosen["mean_mode"] else (0.0,) * steps
+    return euler(grid, times=times, extra_times={"dt": dt}, skip=skipped)

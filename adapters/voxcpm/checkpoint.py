@@ -32,7 +32,7 @@ from voicehub_aot.spec.network import count, shapes_of, size, unfilled, without_
 
 NAME = "voxcpm"
 PREFIX = "feat_decoder.estimator."
-OTHER_PARTS = (  # of a whole-model file: language models, patch encoder, what lies between them, the codec
+OUTSIDE = (  # of a whole-model file: language models, patch encoder, what lies between them, the codec
     *("base_lm.", "residual_lm.", "feat_encoder.", "audio_vae.", "fsq_layer.", "stop_proj.", "stop_head."),
     *("lm_to_dit_proj.", "res_to_dit_proj.", "enc_to_lm_proj.", "fusion_concat_proj."),
 )
@@ -234,7 +234,7 @@ def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
     """The estimator's tensors under released keys, and whatever belongs to no part of the model."""
     content, _ = read_weights(file, reading)
     refuse_lora(file, content)
-    own = {key: value for key, value in content.items() if not key.startswith(OTHER_PARTS)}
+    own = {key: value for key, value in content.items() if not key.startswith(OUTSIDE)}
     return only_tensors(file, own, "tensors")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from voicehub_aot.adapters import voxcpm
 from voicehub_aot.adapters.voxcpm import cases
-from voicehub_aot.adapters.voxcpm.checkpoint import OTHER_PARTS, PREFIX
+from voicehub_aot.adapters.voxcpm.checkpoint import OUTSIDE, PREFIX
 from voicehub_aot.adapters.voxcpm.net import Config, rope_rows
 from voicehub_aot.compiler.export import export_region
 from voicehub_aot.compiler.split import Staged, split
@@ -183,7 +183,7 @@ def released(config: Config) -> dict[str, Any]:
 
 
 def whole_model(config: Config) -> dict[str, Tensor]:
-    others = {f"{part}some.weight": torch.zeros(1) for part in OTHER_PARTS}
+    others = {f"{part}some.weight": torch.zeros(1) for part in OUTSIDE}
     return {**{k: v.bfloat16() for k, v in weights_of(config).items()}, **others}
 
 

@@ -96,7 +96,7 @@ class Case:
 
 
 def read_case(path: Path) -> Case:
-    """Raises UsageError for a folder that is no case, or a case of a kind or format that is not understood."""
+    """Raises UsageError for a folder that is not a case, or a case of another kind or format."""
     try:
         case = json.loads((path / "case.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "tensors.safetensors")

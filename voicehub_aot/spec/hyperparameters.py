@@ -20,7 +20,7 @@ Config = TypeVar("Config")
 
 LARGEST = 2**24  # more than any size or vocabulary; torch cannot even count the elements of far larger ones
 DEEPEST = 1024  # a million layers are made for minutes before anything can say that they do not fit
-REPEATED = ("depth", "layers", "blocks", "convnext")  # ends of the names of what is a number of modules
+REPEATED = ("depth", "layers", "blocks", "convnext")  # how the names of numbers of modules end
 WANTED = {
     "int_type": "is not a positive integer",
     "float_type": "is not a number",
@@ -113,7 +113,7 @@ def _faults(error: ValidationError, kind: type[Any], values: Mapping[str, Any], 
     faults = []
     if unknown:
         known = sorted({f.name for f in fields(kind)} | set(also))
-        faults.append(f"no hyperparameter {', '.join(unknown)}; known are {known!r}")
+        faults.append(f"hyperparameter {', '.join(unknown)} is not known; known are {known!r}")
     if missing:
         faults.append(f"hyperparameter {', '.join(missing)} is missing, got {sorted(values)!r}")
     for e in found:
