@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 CALL_SCALARS = {"embedding_scale"}
 LOOP_SCALARS = {"num_steps", "embedding_scale", "sigma_min", "sigma_max", "rho", "adpm2_rho", "clamp"}
-TOLD = {"transitions", "nfe", "sigmas"}  # what follows from the others
+DERIVED = {"transitions", "nfe", "sigmas"}  # what follows from the others
 
 
 def _check_case(case: Case) -> None:
     loop = case.kind == "sampler"
     case.check_inputs(("noise", "step_noise", "embedding") if loop else ("x", "time", "embedding"), ("features",))
-    case.check_scalars(TOLD, LOOP_SCALARS if loop else CALL_SCALARS)
+    case.check_scalars(DERIVED, LOOP_SCALARS if loop else CALL_SCALARS)
     case.check_fixed({"clamp": False})
 
 

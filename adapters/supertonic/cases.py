@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 CONDITIONING = ("text_emb", "style_ttl", "latent_mask", "text_mask")
 LOOP_SCALARS = {"total_step"}
-TOLD = {"nfe"}  # what follows from the others
+DERIVED = {"nfe"}  # what follows from the others
 
 
 def _check_case(case: Case) -> None:
     if case.kind == "sampler":
         case.check_inputs(("noise", *CONDITIONING))
-        case.check_scalars(TOLD, LOOP_SCALARS)
+        case.check_scalars(DERIVED, LOOP_SCALARS)
     else:
         case.check_inputs(("noisy_latent", "current_step", "total_step", *CONDITIONING))
         case.check_scalars(())

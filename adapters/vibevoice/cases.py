@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CALL_SCALARS = {"cfg_scale"}
 LOOP_SCALARS = {"num_inference_steps", "cfg_scale"}
-TOLD = {"nfe"}  # what follows from the others
+DERIVED = {"nfe"}  # what follows from the others
 SETTINGS = {
     "solver": "dpmsolver++ 2M midpoint",
     "timestep_spacing": "linspace",
@@ -31,7 +31,7 @@ SETTINGS = {
 def _check_case(case: Case) -> None:
     if case.kind == "sampler":
         case.check_inputs(("noise", "condition", "neg_condition"))
-        case.check_scalars({*SETTINGS, *TOLD}, LOOP_SCALARS)
+        case.check_scalars({*SETTINGS, *DERIVED}, LOOP_SCALARS)
         case.check_fixed(SETTINGS)
     else:
         case.check_inputs(("noisy_images", "timesteps", "condition"))

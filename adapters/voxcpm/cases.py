@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CALL_SCALARS = {"cfg_value"}
 LOOP_SCALARS = {"temperature", "sway_sampling_coef", "use_cfg_zero_star", "cfg_value", "n_timesteps"}
-TOLD = {"patch_size", "zero_init_steps", "estimator_calls"}  # what follows from the others, and from the inputs
+DERIVED = {"patch_size", "zero_init_steps", "estimator_calls"}  # what follows from the others, and from the inputs
 
 
 def case_config(case: Case) -> Config:
@@ -56,7 +56,7 @@ def case_program(case: Case) -> Program:
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    case.check_scalars({*LOOP_SCALARS, *TOLD} if case.kind == "sampler" else CALL_SCALARS)
+    case.check_scalars({*LOOP_SCALARS, *DERIVED} if case.kind == "sampler" else CALL_SCALARS)
     return _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
 
 
