@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters._chatterbox_cosyvoice.flow import GRIDS, RATE, mean_flow
 from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.program import Program, probe
 from voicehub_aot.spec.region import RegionSpec
 from voicehub_aot.spec.solver import euler
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
 
 CALL_DEFAULTS: Mapping[str, Any] = {"packed_cfg": False, "inference_cfg_rate": None, "streaming": False}
 LOOP_DEFAULTS: Mapping[str, Any] = {

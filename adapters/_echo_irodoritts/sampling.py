@@ -7,15 +7,13 @@ eaf74d6a19138f743acb5b71a445fd25a57db987, irodori_tts/rf.py. Grids are float32 a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.errors import OptionUnsupported
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
 
 FIRST_TIME = 0.999  # so that the temporal score rescale is defined at the first step
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters._echo_irodoritts import sampling
 from voicehub_aot.adapters.echo import PROGRAM_OPTIONS, program
 from voicehub_aot.adapters.echo.checkpoint import config_from, denoiser_part, network
 from voicehub_aot.adapters.echo.net import Config, EchoDiT, LatentEncoder
 from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, probe
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
 
 CALL_DEFAULTS: Mapping[str, Any] = {"cfg_scale_text": None, "cfg_scale_speaker": None}
 LOOP_DEFAULTS: Mapping[str, Any] = {

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.f5tts import GUIDANCE, program
 from voicehub_aot.adapters.f5tts.checkpoint import PREFIX, config_from
 from voicehub_aot.adapters.f5tts.net import TextEmbedding
 from voicehub_aot.adapters.f5tts.unett import UNetTConfig
 from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.guidance import EQUATIONS
 from voicehub_aot.spec.network import loaded, unfilled
 from voicehub_aot.spec.program import Program, probe
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
 
 CALL_DEFAULTS: Mapping[str, Any] = {
     "cfg_infer": False,

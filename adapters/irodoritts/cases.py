@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters._echo_irodoritts import checkpoint as checkpoints, sampling
 from voicehub_aot.adapters.irodoritts import JOINT, PROGRAM_OPTIONS, SCALES, program
 from voicehub_aot.adapters.irodoritts.checkpoint import OUTSIDE, config_from, network
 from voicehub_aot.adapters.irodoritts.net import TextToLatentRFDiT
 from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, probe
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
 
 CALL_DEFAULTS: Mapping[str, Any] = {f"cfg_scale_{name}": None for name in SCALES}
 LOOP_DEFAULTS: Mapping[str, Any] = {

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.styletts2 import program
 from voicehub_aot.spec import solver
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.program import Program, probe
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
 
 CALL_SCALARS = {"embedding_scale"}
 LOOP_SCALARS = {"num_steps", "embedding_scale", "sigma_min", "sigma_max", "rho", "adpm2_rho", "clamp"}

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.supertonic import config_from, program, region_spec
 from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.guidance import EQUATIONS
 from voicehub_aot.spec.program import Program, probe
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
-
 
 CONDITIONING = ("text_emb", "style_ttl", "latent_mask", "text_mask")
 LOOP_SCALARS = {"total_step"}

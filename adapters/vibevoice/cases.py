@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.vibevoice import program
 from voicehub_aot.spec import schedule
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.guidance import EQUATIONS
 from voicehub_aot.spec.program import Program, probe
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
 
 CALL_SCALARS = {"cfg_scale"}
 LOOP_SCALARS = {"num_inference_steps", "cfg_scale"}

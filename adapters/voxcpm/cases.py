@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.voxcpm import program
 from voicehub_aot.adapters.voxcpm.checkpoint import config_from
 from voicehub_aot.adapters.voxcpm.net import Config
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.guidance import EQUATIONS, LEAST_SQUARE
 from voicehub_aot.spec.program import Program, probe
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
-
 
 CALL_SCALARS = {"cfg_value"}
 LOOP_SCALARS = {"temperature", "sway_sampling_coef", "use_cfg_zero_star", "cfg_value", "n_timesteps"}
