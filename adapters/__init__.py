@@ -1,9 +1,15 @@
 """One folder a model. Adding a folder here adds a model: the folders are listed, nothing is registered.
 
-An adapter is a package with the names of the `Adapter` protocol below; its `cases` module has those of `Cases`. It
-imports `region`, `schedule`, `program`,
-`guidance`, `traits`, `checkpoint` and `kernels`, never an engine. Adapters outside this package are found through the
-entry-point group `voicehub_aot.adapters`.
+An adapter is a package with the names of the `Adapter` protocol below, in four files of one order:
+
+    __init__     what users choose from and the model's traits; the region; the sampling loop
+    net          the hyperparameters' dataclass, then the modules, smallest first
+    checkpoint   released hyperparameters; keys and shapes of the network; how files are read
+    cases        the names of `Cases`: how recorded reference cases are run
+
+A folder or file whose name starts with an underscore holds what several models share. Adapters import `spec`, `kernels`
+and each other, never an engine. Those outside this package are found through the entry-point group
+`voicehub_aot.adapters`.
 """
 
 from __future__ import annotations
@@ -43,8 +49,6 @@ class Sampler(Protocol):
         **request: Any,
     ) -> torch.Tensor: ...
 
-    def exposed(self, state: torch.Tensor, **request: Any) -> dict[str, torch.Tensor]: ...
-
     def trajectory(
         self,
         *,
@@ -69,7 +73,7 @@ class Adapter(Protocol):
     its hub repository. TRAITS: what the model supports, whether or not it is built here.
 
     An adapter may leave out the names in OPTIONAL, which has their defaults. CONFIG_STEPS: step counts by config where
-    they differ from DEFAULT_STEPS. RELEASED_DTYPE: dtype of the released checkpoints, which synthetic ones then have.
+    they differ from DEFAULT_STEPS. RELEASED_DTYPE: dtype of the released checkpoints, which synthetic weights have too.
     """
 
     NAME: str
@@ -89,7 +93,7 @@ class Adapter(Protocol):
         """Every key of the released checkpoint and its shape."""
 
     def formula_weights(self, config: Any) -> dict[str, torch.Tensor]:
-        """Checkpoint entries that are formulas, not learned (a rotary table): synthetic weights keep them."""
+        """Checkpoint entries that are formulas (a rotary table) and not learned; synthetic weights keep them."""
 
     def read_checkpoint(
         self, path: Path, config: Any | None, reading: Reading | None = None
@@ -97,7 +101,7 @@ class Adapter(Protocol):
         """File or folder as released -> (config, weights under released keys).
 
         config: one of CONFIGS by name, or hyperparameters, for what the tensors cannot tell; None = find out.
-        reading: which of a file's weights are wanted; the adapter passes it to `checkpoint.read_weights`.
+        reading: which of a file's weights are wanted; the adapter passes it to `spec.checkpoint.read_weights`.
         """
 
     def region(self, config: Any, weights: Mapping[str, torch.Tensor]) -> Region:
@@ -107,20 +111,20 @@ class Adapter(Protocol):
         """The model's sampling loop. OptionUnsupported for an option or a value that it does not know."""
 
 
-OPTIONAL: Mapping[str, Any] = {"CONFIG_STEPS": {}, "RELEASED_DTYPE": torch.float32}
+OPTIONAL: Mapping[str, Any] = {"CONFIG_STEPS": {}, "RELEASED_DTYPE": torch.float32, "case_config": None}
 
 
 class Cases(Protocol):
-    """Runs recorded reference cases of one model. `case_config` may be left out where `config_from` does."""
+    """Runs recorded reference cases of one model. `case_config` is in OPTIONAL: `config_from` is its default."""
 
     def case_config(self, case: Case) -> Any:
-        """The config of a case that leaves sizes to its tensors."""
+        """The config of a case whose own config leaves sizes to its tensors."""
 
     def case_program(self, case: Case) -> Program:
-        """The program a sampler case ran; for a case of single evaluations, `probe` of their times."""
+        """The program that a sampler case ran; for a case of single evaluations, `probe` of their times."""
 
     def replay(self, case: Case, sampler: Sampler) -> dict[str, torch.Tensor]:
-        """All that cases of this kind (region or sampler) may record, computed by `sampler`."""
+        """All outputs that cases of this kind (region or sampler) may record; `sampler` evaluates the region."""
 
 
 @cache
@@ -151,26 +155,26 @@ def load(name: str) -> Adapter:
     return adapter
 
 
-def optional(adapter: Adapter, name: str) -> Any:
-    """What an adapter says under a name of OPTIONAL, or the default."""
+def optional(adapter: Adapter | Cases, name: str) -> Any:
+    """What an adapter, or its cases, has under a name of OPTIONAL, or the default."""
     return getattr(adapter, name, OPTIONAL[name])
 
 
 def cases(name: str) -> Cases:
-    """What runs recorded reference cases of the adapter `name`. Production never imports it."""
+    """The module that runs recorded reference cases of the adapter `name`. Production never imports it."""
     own: Cases = importlib.import_module(f"{_modules()[load(name).NAME]}.cases")
     return own
 
 
 def case_config(case: Case) -> Any:
     """The config of a recorded case."""
-    own = cases(case.model)
-    return own.case_config(case) if hasattr(own, "case_config") else load(case.model).config_from(case.config)
+    own = optional(cases(case.model), "case_config")
+    return own(case) if own else load(case.model).config_from(case.config)
 
 
 def inventory() -> dict[str, Traits]:
     """What each model supports, by name. Imports every adapter; ContradictoryTraits if one declares nothing."""
-    declared = {name: getattr(load(name), "TRAITS", None) for name in names()}
+    declared = {name: vars(load(name)).get("TRAITS") for name in names()}
     silent = [f"{name} ({_modules()[name]})" for name, traits in declared.items() if not isinstance(traits, Traits)]
     if silent:
         raise ContradictoryTraits(f"{', '.join(silent)}: wanted TRAITS = Traits(...), of voicehub_aot.spec.traits")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters._chatterbox_cosyvoice.flow import GRIDS, RATE, mean_flow
 from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.program import Program, probe
 from voicehub_aot.spec.region import RegionSpec
 from voicehub_aot.spec.solver import euler
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
 
 CALL_DEFAULTS: Mapping[str, Any] = {"packed_cfg": False, "inference_cfg_rate": None, "streaming": False}
 LOOP_DEFAULTS: Mapping[str, Any] = {
@@ -36,17 +34,17 @@ def case_program(case: Case) -> Program:
         if s["meanflow"]:  # whatever t_scheduler says
             return mean_flow(s["n_timesteps"])
         if s["t_scheduler"] not in GRIDS:
-            raise UsageError(f"{case.name}: t_scheduler {s['t_scheduler']!r} is none of {', '.join(GRIDS)}")
+            raise UsageError(f"{case.name}: t_scheduler {s['t_scheduler']!r} is not one of {', '.join(GRIDS)}")
         return euler(GRIDS[s["t_scheduler"]](s["n_timesteps"]))
     times, ends = case.inputs["t"].reshape(-1), case.inputs.get("r")
     if ends is None:
-        return probe(sorted(set(times.tolist())))
+        return probe(case.times("t"))
     pairs = sorted(set(zip(times.tolist(), ends.reshape(-1).expand_as(times).tolist(), strict=True)))
     return probe([t for t, _ in pairs], extra_times={"r": [r for _, r in pairs]})
 
 
 def replay(case: Case, sampler: Sampler, region: RegionSpec) -> dict[str, Tensor]:
-    return (_replay_loop if case.kind == "sampler" else _replay_call)(case, sampler, region)
+    return _replay_loop(case, sampler, region) if case.kind == "sampler" else _replay_call(case, sampler, region)
 
 
 def _names(region: RegionSpec) -> set[str]:

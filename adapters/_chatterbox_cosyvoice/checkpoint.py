@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from voicehub_aot.adapters._chatterbox_cosyvoice.net import DecoderConfig
-from voicehub_aot.adapters.f5tts.sizes import count, size
-from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UsageError
-from voicehub_aot.spec.checkpoint import Reading, read_weights
-from voicehub_aot.spec.hyperparameters import config_of, without_fixed
+from voicehub_aot.errors import OptionUnsupported
+from voicehub_aot.spec.checkpoint import Reading, only_tensors, read_weights
+from voicehub_aot.spec.hyperparameters import config_of, not_positive, refuse, without_fixed
+from voicehub_aot.spec.network import count, size
 
 ESTIMATOR = "decoder.estimator."
 # The other modules of a flow, and those beside it in S3Gen: resemble-ai/chatterbox 5de7a54, models/s3gen: s3gen.py and
 # flow.py, and FunAudioLLM/CosyVoice 074ca6d, cosyvoice/flow/flow.py.
-ELSEWHERE = (
+OUTSIDE = (
     *("input_embedding.", "spk_embed_affine_layer.", "encoder.", "encoder_proj.", "pre_lookahead_layer."),
     *("tokenizer.", "speaker_encoder.", "mel2wav."),
 )
 TRAINING = ("epoch", "step")  # numbers that CosyVoice's trainer writes beside the tensors
-
-
-def find(path: Path, files: Sequence[str]) -> Path:
-    """`path` itself, or in a folder the first of `files` that is there."""
-    if not path.is_dir():
-        return path
-    for name in files:
-        if (path / name).is_file():
-            return path / name
-    raise CheckpointMismatch(f"{path}: no {' or '.join(files)} in it; name the checkpoint file")
 
 
 def read_estimator(file: Path, prefix: str, reading: Reading) -> dict[str, Tensor]:
@@ -40,19 +30,13 @@ def read_estimator(file: Path, prefix: str, reading: Reading) -> dict[str, Tenso
     What belongs to the other modules is left out; what belongs to none keeps its key, to be named as unexpected.
     """
     content = read_weights(file, reading)[0]
-    inner = {str(key): str(key).removeprefix("flow.") for key in content}
+    inner = {key: key.removeprefix("flow.") for key in content}
     whole = any(name.startswith(ESTIMATOR) for name in inner.values())
-    weights = {}
-    for (key, name), value in zip(inner.items(), content.values(), strict=True):
-        if name in TRAINING or name.startswith(ELSEWHERE):
-            continue
-        if not isinstance(value, Tensor):
-            raise CheckpointMismatch(f"{file}: {key!r} is a {type(value).__name__}, wanted a tensor")
-        if whole and not name.startswith(ESTIMATOR):
-            weights[key] = value
-        else:
-            weights[prefix + name.removeprefix(ESTIMATOR)] = value
-    return weights
+    own = {k: v for k, v in content.items() if inner[k] not in TRAINING and not inner[k].startswith(OUTSIDE)}
+    return {
+        key if whole and not inner[key].startswith(ESTIMATOR) else prefix + inner[key].removeprefix(ESTIMATOR): tensor
+        for key, tensor in only_tensors(file, own).items()
+    }
 
 
 # --- the causal decoder
@@ -64,14 +48,12 @@ SIZES = ("in_channels", "out_channels", "attention_head_dim", "n_blocks", "num_m
 
 def decoder_fault(config: DecoderConfig) -> str | None:
     """What is wrong with the hyperparameters' values, if anything."""
-    for name in SIZES:
-        value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
-            return f"{name}={value!r} is no positive integer"
+    if wrong := not_positive(vars(config), SIZES):
+        return wrong
     if config.in_channels != 4 * config.out_channels:
         return f"in_channels={config.in_channels!r} is not 4 x out_channels={config.out_channels!r}"
     if not isinstance(config.channels[0], int) or config.channels[0] < 1:
-        return f"channels={list(config.channels)!r} holds no positive integer"
+        return f"channels={list(config.channels)!r} is not a list of positive integers"
     return None
 
 
@@ -82,12 +64,11 @@ def decoder_config(where: str, values: Mapping[str, Any]) -> DecoderConfig:
     if isinstance(levels := given.get("channels"), list | tuple) and len(levels) != 1:
         raise OptionUnsupported(f"{where}: channels={levels!r} is not supported; wanted one level, not resampled")
     config = config_of(where, DecoderConfig, given, INERT)
-    if fault := decoder_fault(config):
-        raise UsageError(f"{where}: {fault}; give upstream's hyperparameters")
+    refuse(where, decoder_fault(config))
     return config
 
 
-def decoder_sizes(weights: Mapping[str, Tensor], base: DecoderConfig) -> DecoderConfig:
+def decoder_sizes_of(weights: Mapping[str, Tensor], base: DecoderConfig) -> DecoderConfig:
     """weights: bare keys. The sizes that they have; `base` for those they do not tell: width and number of heads."""
     attention = base.num_heads * base.attention_head_dim
     inner = size(

@@ -9,16 +9,13 @@ r, the two ends of the step, on the linear grid and without guidance.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from voicehub_aot.spec import schedule
 from voicehub_aot.spec.guidance import Branch, Guidance
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.region import Call, Dim, Input, Parameter, RegionSpec
 from voicehub_aot.spec.solver import euler
-
-if TYPE_CHECKING:
-    pass
 
 RATE = 0.7  # inference_cfg_rate of every release with guidance
 LONGEST = 15000  # frames of CosyVoice's noise table, five minutes
@@ -45,7 +42,7 @@ def spec(
 ) -> RegionSpec:
     """meanflow: two times and no guidance. chunks: rows may stream. extent: velocities beyond a row's length count.
 
-    ignored: further arguments of upstream's call that say nothing.
+    ignored: further arguments of upstream's call, which have no effect.
     """
     request: Any = {"binding": "REQUEST"}
     flag: Any = {"binding": "REQUEST", "shape": ("B",), "dtype": "bool"}

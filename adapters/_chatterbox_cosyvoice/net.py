@@ -13,7 +13,6 @@ enters through the convolutions: attention knows no positions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from voicehub_aot.adapters._tables import sines_first
 from voicehub_aot.kernels.attention import attention
 from voicehub_aot.kernels.mish import mish
 
@@ -64,14 +64,6 @@ def channels_last(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-def sinusoids(time: Tensor, width: int) -> Tensor:
-    """time: [1] float32, 0 = noise, 1 = data -> [1, width]. Angles reach 1000 rad: upstream's order of products."""
-    decay = -(math.log(10000) / (width // 2 - 1))
-    frequencies = torch.exp(torch.arange(width // 2, device=time.device).float() * decay)
-    angles = 1000 * time[:, None] * frequencies
-    return torch.cat((angles.sin(), angles.cos()), dim=-1)
-
-
 class TimeEmbedding(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -79,7 +71,7 @@ class TimeEmbedding(nn.Module):
         self.linear_2 = nn.Linear(outputs, outputs)
 
     def forward(self, time: Tensor) -> Tensor:
-        embedded: Tensor = self.linear_2(F.silu(self.linear_1(sinusoids(time, self.linear_1.in_features))))
+        embedded: Tensor = self.linear_2(F.silu(self.linear_1(sines_first(time, self.linear_1.in_features))))
         return embedded
 
 

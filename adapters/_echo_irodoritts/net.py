@@ -11,7 +11,6 @@ them are seen: frames mix nowhere else, so a row with a key mask gives what it g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from voicehub_aot.adapters._tables import Rope, cosines_first, inverse_frequencies, rope_of
 from voicehub_aot.kernels.attention import attention, key_bias
 from voicehub_aot.kernels.rotary import in_halves_order, rotate_halves, rotate_pairs
 
-Rope = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
 
-THETA = 10000.0
 TIME_SCALE = 1000.0  # the fastest wave of the time embedding, radians per unit of time
 
 
@@ -63,21 +61,6 @@ class Context:
 def normalised(x: Tensor, eps: float) -> Tensor:
     """x / RMS(x) over the last axis."""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
-
-
-def rope_of(positions: Tensor, width: int) -> Rope:
-    """positions: [..., T] int64 -> cos and sin, each [..., T, 1, width / 2], float32."""
-    frequencies = 1.0 / THETA ** (torch.arange(0, width, 2, device=positions.device).float() / width)
-    angles = positions.float()[..., None, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def time_waves(time: Tensor, size: int) -> Tensor:
-    """time: [1] -> [1, size], cosines first. Angles reach 1000 rad: the order of the products is upstream's."""
-    half = size // 2
-    exponents = -math.log(THETA) * torch.arange(half, device=time.device).float() / half
-    angles = time[:, None] * (TIME_SCALE * torch.exp(exponents))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -221,14 +204,15 @@ class RectifiedFlowTransformer(nn.Module):
         self.out_proj = nn.Linear(sizes.width, sizes.latent)
 
     def rope(self, positions: Tensor) -> Rope:
-        return rope_of(positions, self.sizes.width // self.sizes.heads)
+        frequencies = inverse_frequencies(self.sizes.width // self.sizes.heads, positions.device)
+        return rope_of(positions, frequencies)
 
     def layers(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def modulations(self, time: Tensor) -> Tensor:
         """time: [1] -> [2 layers, 3, 1, D], of attention and MLP in turn: one tensor, so that a step reads one row."""
-        cond = self.cond_module(time_waves(time, self.sizes.waves))
+        cond = self.cond_module(cosines_first(time, self.sizes.waves, TIME_SCALE))
         adalns = [adaln for block in self.layers() for adaln in (block.attention_adaln, block.mlp_adaln)]
         return torch.stack([adaln(cond) for adaln in adalns])
 

@@ -7,30 +7,19 @@ eaf74d6a19138f743acb5b71a445fd25a57db987, irodori_tts/rf.py. Grids are float32 a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.errors import OptionUnsupported
 
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-
 FIRST_TIME = 0.999  # so that the temporal score rescale is defined at the first step
-TIME_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def rounded(times: Sequence[float], dtype: str) -> tuple[float, ...]:
-    """Evaluation times as a model of this dtype is given them; the steps between them stay as they are.
-
-    In bfloat16 the rounding is up to 0.002, which the fastest wave of the time embedding turns into 2 rad.
-    """
-    return tuple(torch.tensor(times, dtype=torch.float32).to(TIME_DTYPES[dtype]).double().tolist())
 
 
 def rescale(name: str, k: float | None, sigma: float | None) -> tuple[float, float] | None:
-    """Both or none, as upstream takes them."""
+    """(k, sigma), or None: upstream takes both or neither."""
     if k is None or sigma is None:
         return None
     if not k > 0:

@@ -27,59 +27,39 @@ Padding on the right is exact: convolutions look back only, attention keys and t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from voicehub_aot.adapters._chatterbox_cosyvoice import flow as mel_flow
-from voicehub_aot.adapters._chatterbox_cosyvoice.checkpoint import (
-    decoder_config,
-    decoder_fault,
-    decoder_sizes,
-    find,
-    read_estimator,
+from voicehub_aot.adapters._chatterbox_cosyvoice import flow
+from voicehub_aot.adapters._chatterbox_cosyvoice.net import DecoderConfig
+from voicehub_aot.adapters.chatterbox.checkpoint import (
+    CONFIGS,
+    FILES,
+    MEANFLOW_FILES,
+    NAME,
+    PREFIX,
+    checkpoint_shapes,
+    config_from as config_from,
+    formula_weights as formula_weights,
+    network,
+    read_checkpoint as read_checkpoint,
 )
-from voicehub_aot.adapters._chatterbox_cosyvoice.net import ConditionalDecoder, DecoderConfig
-from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel
-from voicehub_aot.spec.checkpoint import Reading, check_shapes, loaded
+from voicehub_aot.errors import OptionUnsupported
+from voicehub_aot.spec.checkpoint import check_shapes
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Region, RegionSpec
 from voicehub_aot.spec.solver import euler
 from voicehub_aot.spec.traits import Traits
 
-if TYPE_CHECKING:
-    pass
-
-NAME = "chatterbox"
 ALIASES = ("chatterbox-tts", "s3gen")
-PREFIX = "flow.decoder.estimator."
-
-_TURBO = DecoderConfig(meanflow=True)
-_TINY = DecoderConfig(
-    in_channels=80, out_channels=20, channels=(32,), attention_head_dim=16, n_blocks=2, num_mid_blocks=2, num_heads=3
-)
-CONFIGS: Mapping[str, DecoderConfig] = {
-    "chatterbox": DecoderConfig(),
-    "chatterbox-turbo": _TURBO,
-    "chatterbox-nano": _TURBO,
-    "tiny": _TINY,
-    "tiny-meanflow": replace(_TINY, meanflow=True),
-}
 DEFAULT_CONFIG = "chatterbox"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (512, 1024, 1536, 2560)}  # prompts of 500, speech of 2000
 DEFAULT_STEPS: tuple[int, ...] = (10,)
 CONFIG_STEPS: Mapping[str, tuple[int, ...]] = dict.fromkeys((n for n, c in CONFIGS.items() if c.meanflow), (2,))
-_FILES = ("s3gen.safetensors", "s3gen.pt")
-_MEANFLOW_FILES = ("s3gen_meanflow.safetensors",)
 HUB_FILES: Mapping[str, tuple[str, ...]] = {
-    "chatterbox": _FILES[:1],
-    "chatterbox-turbo": _MEANFLOW_FILES,
-    "chatterbox-nano": _MEANFLOW_FILES,
-    "tiny": (),
-    "tiny-meanflow": (),
+    name: () if "tiny" in name else MEANFLOW_FILES if config.meanflow else FILES[:1] for name, config in CONFIGS.items()
 }
 TRAITS = Traits(
     formulation="conditional-flow-matching",
@@ -92,61 +72,11 @@ TRAITS = Traits(
 )
 
 
-def config_from(values: Mapping[str, Any]) -> DecoderConfig:
-    config = decoder_config(NAME, values)
-    if config.static_chunk_size:
-        raise OptionUnsupported(f"{NAME}: static_chunk_size={config.static_chunk_size!r}; released S3Gen has no chunks")
-    return config
-
-
-# --- checkpoints
-
-
-def _network(config: DecoderConfig) -> ConditionalDecoder:
-    with torch.device("meta"):  # no memory for weights that are replaced at once
-        return ConditionalDecoder(config)
-
-
-def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    return {PREFIX + key: tuple(tensor.shape) for key, tensor in _network(config).state_dict().items()}
-
-
-def formula_weights(config: DecoderConfig) -> dict[str, Tensor]:
-    """None: the decoder has no rotary table."""
-    return {}
-
-
-def _file(path: Path, config: DecoderConfig | None) -> Path:
-    """In a folder: the file of the configuration, or the only one there."""
-    if config is not None:
-        return find(path, _MEANFLOW_FILES if config.meanflow else _FILES)
-    both = [name for name in (_FILES[0], _MEANFLOW_FILES[0]) if (path / name).is_file()]
-    if len(both) > 1:
-        raise CheckpointMismatch(f"{path}: holds {' and '.join(both)}; name one, or its --config")
-    return find(path, (*_FILES, *_MEANFLOW_FILES))
-
-
-def read_checkpoint(
-    path: Path, config: str | DecoderConfig | None, reading: Reading | None = None
-) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """s3gen*.safetensors, s3gen.pt, or a folder with one. Whether it is of mean flow, its tensors tell."""
-    if isinstance(config, str) and config not in CONFIGS:
-        raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
-    given = CONFIGS[config] if isinstance(config, str) else config
-    file = _file(path, given)
-    weights = read_estimator(file, PREFIX, reading or Reading())
-    bare = {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()}
-    found = decoder_sizes(bare, given or CONFIGS[DEFAULT_CONFIG])
-    if fault := decoder_fault(found):
-        raise CheckpointMismatch(f"{file}: its tensors have impossible shapes: {fault}; give an S3Gen checkpoint")
-    return found, weights
-
-
-# --- region, sampling loop
+# --- the region
 
 
 def region_spec(config: DecoderConfig) -> RegionSpec:
-    return mel_flow.spec(
+    return flow.spec(
         mel=config.out_channels,
         mu=config.out_channels,
         spk=config.out_channels,
@@ -158,17 +88,19 @@ def region_spec(config: DecoderConfig) -> RegionSpec:
 
 def region(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Region:
     check_shapes(f"{NAME} {region_spec(config).name}", weights, checkpoint_shapes(config))
-    return Region(region_spec(config), loaded(_network(config), weights, PREFIX))
+    return Region(region_spec(config), loaded(network(config), weights, PREFIX))
 
+
+# --- the sampling loop
 
 PROGRAM_OPTIONS: Mapping[str, Any] = {"grid": "cosine", "meanflow": False}
 
 
 def program(steps: int, **options: Any) -> Program:
-    """grid: cosine or linear. meanflow: of the configuration; it knows the linear grid alone, released with 2 steps."""
-    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"grid": mel_flow.GRIDS})
+    """grid: cosine or linear. meanflow: as the configuration; then the grid is linear, and releases take 2 steps."""
+    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"grid": flow.GRIDS})
     if not chosen["meanflow"]:
-        return euler(mel_flow.GRIDS[chosen["grid"]](steps))
+        return euler(flow.GRIDS[chosen["grid"]](steps))
     if options.get("grid", "linear") != "linear":
         raise OptionUnsupported(f"{NAME}: grid={options['grid']!r} with mean flow; upstream knows only 'linear' there")
-    return mel_flow.mean_flow(steps)
+    return flow.mean_flow(steps)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters._chatterbox_cosyvoice import cases
 from voicehub_aot.adapters._chatterbox_cosyvoice.cases import case_program as case_program
 from voicehub_aot.adapters.cosyvoice import config_from, region_spec
-
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
+from voicehub_aot.spec.golden import Case
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ Restates FunAudioLLM/CosyVoice 074ca6dc9e80a2f424f1f74b48bdd7d3fea531cc (Apache-
 modules.py.
 Parameters keep upstream's names and shapes.
 
-Upstream rotates the flat projections of queries and keys, before heads are told apart, with a table as wide as one
+Upstream rotates the flat projections of queries and keys, before they are split into heads, with a table as wide as one
 head: head 0 knows positions, the others none. Attention adds nothing to frames beyond a row's length; the velocity
 there is whatever comes out, up to the row's extent.
 """
@@ -18,14 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from voicehub_aot.adapters._chatterbox_cosyvoice.net import channels_last, chunk_bias
-from voicehub_aot.adapters.f5tts.net import (
-    DiTBlock,
-    DiTConfig,
-    Modulation,
-    RotaryEmbedding,
-    TimestepEmbedding,
-    modulate,
-)
+from voicehub_aot.adapters.f5tts.dit import DiTBlock, DiTConfig, Modulation, modulate
+from voicehub_aot.adapters.f5tts.net import RotaryEmbedding, TimestepEmbedding
 from voicehub_aot.kernels.mish import mish
 
 

@@ -17,7 +17,7 @@ states after text_norm and speaker_norm. Time: 1 = noise, 0 = data. B rows, T fr
     latent_state   [B, P, 1280]  request    blockwise: the latent encoder's patches of what is finished; latent_mask
                                             [B, P], True = real
     start_pos      [B]           request    blockwise: frames that are finished, 0 if left out
-    drop_text, drop_speaker [B]  flags      none of the text, none of the speaker is seen
+    drop_text, drop_speaker [B]  flags      no frame attends to the text, to the speaker
     velocity       [B, T, 80]    output
 
 Upstream has no mask over frames; without `hidden` and with full lengths there is none here.
@@ -26,12 +26,13 @@ Upstream has no mask over frames; without `hidden` and with full lengths there i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from voicehub_aot.adapters._echo_irodoritts import sampling
+from voicehub_aot.adapters._tables import TIME_DTYPES, rounded
 from voicehub_aot.adapters.echo.checkpoint import (
     CONFIGS as CONFIGS,
     FILES,
@@ -45,16 +46,14 @@ from voicehub_aot.adapters.echo.checkpoint import (
 )
 from voicehub_aot.adapters.echo.net import Config
 from voicehub_aot.errors import UsageError
-from voicehub_aot.spec.checkpoint import check_shapes, loaded
+from voicehub_aot.spec.checkpoint import check_shapes
 from voicehub_aot.spec.guidance import Branch, Guidance
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.spec.schedule import Schedule
 from voicehub_aot.spec.solver import euler
 from voicehub_aot.spec.traits import Traits
-
-if TYPE_CHECKING:
-    pass
 
 ALIASES = ("echo-tts", "echotts", "echo_tts")
 DEFAULT_CONFIG = "echo-tts-base"
@@ -70,16 +69,9 @@ TRAITS = Traits(
     passes=("compile", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
 )
 
-
-def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    config, weights = denoiser_part(config, weights)
-    check_shapes(f"{NAME} denoiser", weights, checkpoint_shapes(config))
-    return Region(_spec(config), loaded(network(config), weights))
-
-
 # --- the region
 
-_GUIDANCE = Guidance(
+GUIDANCE = Guidance(
     equation="classifier_free",
     branches=(
         Branch(name="conditional"),
@@ -102,7 +94,7 @@ _CALL = Call(
 )
 
 
-def _spec(config: Config) -> RegionSpec:
+def region_spec(config: Config) -> RegionSpec:
     c = config
     request: Any = {"binding": "REQUEST"}
     latents: tuple[str | int, ...] = ("B", "frames", c.latent_size)
@@ -138,9 +130,15 @@ def _spec(config: Config) -> RegionSpec:
             Dim(name="speaker", max=4096, doc="patches of the reference, 4 frames each"),
             *((Dim(name="prefix", max=1024, doc="patches of the prefix, 4 frames each"),) if c.blockwise else ()),
         ),
-        guidance=_GUIDANCE,
+        guidance=GUIDANCE,
         call=_CALL,
     )
+
+
+def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
+    config, weights = denoiser_part(config, weights)
+    check_shapes(f"{NAME} {region_spec(config).name}", weights, checkpoint_shapes(config))
+    return Region(region_spec(config), loaded(network(config), weights))
 
 
 # --- the sampling loop
@@ -157,10 +155,10 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
 def program(steps: int, **options: Any) -> Program:
     """Euler from time 0.999 to 0, guided while cfg_min_t <= t <= cfg_max_t, without guidance outside.
 
-    rescale_k with rescale_sigma: the temporal score rescale. time_dtype: as which upstream's model is given its times,
+    rescale_k with rescale_sigma: the temporal score rescale. time_dtype: of the times that upstream's model is given,
     float32 or bfloat16 (how it is released to run).
     """
-    o = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": sampling.TIME_DTYPES})
+    o = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": TIME_DTYPES})
     if steps < 1:
         raise UsageError(f"{NAME}: steps={steps!r}: a schedule needs at least 1 step")
     grid = torch.linspace(1.0, 0.0, steps + 1) * sampling.FIRST_TIME
@@ -168,7 +166,7 @@ def program(steps: int, **options: Any) -> Program:
     schedule = Schedule(times=tuple(grid.tolist()))
     return euler(
         schedule,
-        times=sampling.rounded(schedule.times[:-1], o["time_dtype"]),
+        times=rounded(schedule.times[:-1], o["time_dtype"]),
         against=lambda step: None if inside[step] else (),
         rescale=sampling.rescale(NAME, o["rescale_k"], o["rescale_sigma"]),
     )

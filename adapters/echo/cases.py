@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters._echo_irodoritts import sampling
 from voicehub_aot.adapters.echo import PROGRAM_OPTIONS, program
 from voicehub_aot.adapters.echo.checkpoint import config_from, denoiser_part, network
 from voicehub_aot.adapters.echo.net import Config, EchoDiT, LatentEncoder
 from voicehub_aot.errors import UsageError
-from voicehub_aot.spec.checkpoint import loaded
+from voicehub_aot.spec.golden import Case
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, probe
 
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
-
-CALL_SCALARS: Mapping[str, Any] = {"cfg_scale_text": None, "cfg_scale_speaker": None}
-LOOP_SCALARS: Mapping[str, Any] = {
+CALL_DEFAULTS: Mapping[str, Any] = {"cfg_scale_text": None, "cfg_scale_speaker": None}
+LOOP_DEFAULTS: Mapping[str, Any] = {
     "num_steps": 40,
     "cfg_scale_text": 3.0,
     "cfg_scale_speaker": 8.0,
@@ -43,8 +41,8 @@ CONDITIONS = {"text_state", "text_mask", "speaker_state", "speaker_mask"}
 
 def case_program(case: Case) -> Program:
     if case.kind != "sampler":
-        return probe(sorted(set(case.inputs["t"].reshape(-1).tolist())))
-    s = case.scalars_over(LOOP_SCALARS)
+        return probe(case.times("t"))
+    s = case.scalars_over(LOOP_DEFAULTS)
     return program(s["num_steps"], **{name: s[name] for name in PROGRAM_OPTIONS if name in s})
 
 
@@ -62,7 +60,7 @@ def _request(case: Case) -> dict[str, Any]:
 
 @torch.no_grad()
 def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    s, inputs = case.scalars_over(CALL_SCALARS), case.inputs
+    s, inputs = case.scalars_over(CALL_DEFAULTS), case.inputs
     case.check_inputs({"x", "t", *CONDITIONS}, {"latent_state", "start_pos"})
     config, weights = denoiser_part(config_from(case.config), case.checkpoint())
     request, x, time = _request(case), inputs["x"], inputs["t"]
@@ -87,7 +85,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
 @torch.no_grad()
 def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """From the noise on: in one go, or block by block, each after the re-encoded prefix."""
-    s, loop, inputs = case.scalars_over(LOOP_SCALARS), case_program(case), case.inputs
+    s, loop, inputs = case.scalars_over(LOOP_DEFAULTS), case_program(case), case.inputs
     outside = {"text_input_ids", "speaker_latent", "continuation_latent"}
     case.check_inputs({"noise", *CONDITIONS}, outside)
     noise = inputs["noise"] * (1.0 if s["truncation_factor"] is None else s["truncation_factor"])

@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from voicehub_aot.adapters._echo_irodoritts import checkpoint as checkpoints
 from voicehub_aot.adapters.echo.net import Config, EchoDiT
-from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
-from voicehub_aot.spec.checkpoint import Reading
-from voicehub_aot.spec.hyperparameters import config_of
+from voicehub_aot.spec.checkpoint import Reading, check_sizes, find
+from voicehub_aot.spec.hyperparameters import config_of, named_config, refuse
+from voicehub_aot.spec.network import shapes_of, unfilled
 
 NAME = "echo"
+FILES = ("pytorch_model.safetensors", "*.safetensors", "*.pt")
+OUTSIDE = ("text_encoder.", "speaker_encoder.", "latent_encoder.", "text_norm.", "speaker_norm.", "latent_norm.")
+
+# --- hyperparameters
 
 CONFIGS: Mapping[str, Config] = {
     "echo-tts-base": Config(),
@@ -38,29 +41,31 @@ CONFIGS: Mapping[str, Config] = {
         adaln_rank=12,
     ),
 }
-FILES = ("pytorch_model.safetensors", "*.safetensors", "*.pt")
-OUTSIDE = ("text_encoder.", "speaker_encoder.", "latent_encoder.", "text_norm.", "speaker_norm.", "latent_norm.")
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
     config = config_of(NAME, Config, values)
-    if fault := checkpoints.fault(config.sizes):
-        raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
+    refuse(NAME, checkpoints.fault(config.sizes))
     return config
 
 
+# --- keys and shapes
+
+
 def network(config: Config) -> EchoDiT:
-    with torch.device("meta"):  # only keys and shapes, until weights are assigned
-        return EchoDiT(config)
+    return unfilled(EchoDiT, config)
 
 
 def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(tensor.shape) for key, tensor in network(config).state_dict().items()}
+    return shapes_of(network(config))
 
 
 def formula_weights(config: Config) -> dict[str, Tensor]:
-    """None: rotary and time frequencies are no checkpoint entries."""
+    """None: rotary and time frequencies are not in checkpoints."""
     return {}
+
+
+# --- files
 
 
 def denoiser_part(config: Config, weights: Mapping[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
@@ -74,10 +79,8 @@ def denoiser_part(config: Config, weights: Mapping[str, Tensor]) -> tuple[Config
 def read_checkpoint(
     path: Path, config: str | Config | None, reading: Reading | None = None
 ) -> tuple[Config, dict[str, Tensor]]:
-    if isinstance(config, str) and config not in CONFIGS:
-        raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
-    base = CONFIGS[config or "echo-tts-base"] if config is None or isinstance(config, str) else config
-    file = checkpoints.find(path, FILES)
+    base = named_config(NAME, CONFIGS, config) or CONFIGS["echo-tts-base"]
+    file = find(path, FILES)
     base, weights = denoiser_part(base, checkpoints.read(file, reading or Reading())[0])
     sizes = checkpoints.sizes_of(weights, base.sizes)
     found = replace(
@@ -92,6 +95,5 @@ def read_checkpoint(
         timestep_embed_size=sizes.waves,
         adaln_rank=sizes.rank,
     )
-    if fault := checkpoints.fault(found.sizes):
-        raise CheckpointMismatch(f"{file}: its tensors have impossible shapes: {fault}; give an Echo-TTS checkpoint")
+    check_sizes(file, checkpoints.fault(found.sizes), "an Echo-TTS checkpoint")
     return found, weights

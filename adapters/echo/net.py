@@ -18,16 +18,17 @@ from voicehub_aot.adapters._echo_irodoritts.net import (
     Sizes,
     SwiGLU,
     linear,
-    rope_of,
 )
+from voicehub_aot.adapters._tables import inverse_frequencies, rope_of
 from voicehub_aot.kernels.attention import attention
 from voicehub_aot.kernels.rotary import rotate_pairs
 
 
 @dataclass(frozen=True)
 class Config:
-    """Upstream's hyperparameters as released. text_*, speaker_*: of encoders outside the region, but for the widths.
+    """Upstream's hyperparameters as released.
 
+    text_*, speaker_*: sizes of encoders outside the region, which reads only their widths.
     blockwise: with the weights that read a finished prefix; False leaves them out, as upstream's loader can.
     """
 
@@ -125,7 +126,8 @@ class EncoderAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, P, D] -> [B, P, D]."""
         tokens, shape = x.shape[1], (*x.shape[:2], self.heads, -1)
-        rope = rope_of(torch.arange(tokens, device=x.device), x.shape[2] // self.heads)
+        frequencies = inverse_frequencies(x.shape[2] // self.heads, x.device)
+        rope = rope_of(torch.arange(tokens, device=x.device), frequencies)
         query = rotate_pairs(self.q_norm(self.wq(x).view(shape)), *rope).transpose(1, 2)
         key = rotate_pairs(self.k_norm(self.wk(x).view(shape)), *rope).transpose(1, 2)
         future = torch.full((tokens, tokens), float("-inf"), device=x.device).triu(1)

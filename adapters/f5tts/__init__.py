@@ -24,7 +24,7 @@ it gives upstream's ragged batch, where released flags let real frames attend to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -41,15 +41,13 @@ from voicehub_aot.adapters.f5tts.checkpoint import (
 from voicehub_aot.adapters.f5tts.net import Config
 from voicehub_aot.adapters.f5tts.unett import UNetTConfig
 from voicehub_aot.spec import schedule
-from voicehub_aot.spec.checkpoint import check_shapes, loaded
+from voicehub_aot.spec.checkpoint import check_shapes
 from voicehub_aot.spec.guidance import Branch, Guidance
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.spec.solver import SOLVERS
 from voicehub_aot.spec.traits import Traits
-
-if TYPE_CHECKING:
-    pass
 
 ALIASES = ("f5", "f5-tts", "f5_tts")
 DEFAULT_CONFIG = "F5TTS_v1_Base"
@@ -73,6 +71,15 @@ TRAITS = Traits(
     surfaces=("flow_model.transformer.forward",),
 )
 
+# --- the region
+
+GUIDANCE = Guidance(
+    equation="classifier_free",
+    branches=(
+        Branch(name="conditional"),
+        Branch(name="unconditional", flags={"drop_audio": True, "drop_text": True}, scale=2.0),
+    ),
+)
 _CALL = Call(
     parameters=(
         Parameter(name="x", kind="tensor", feeds="x"),
@@ -87,13 +94,6 @@ _CALL = Call(
     ),
     returns="velocity",
     source="SWivid/F5-TTS 2ae2c9bd, src/f5_tts/model/backbones/dit.py, DiT.forward",
-)
-GUIDANCE = Guidance(
-    equation="classifier_free",
-    branches=(
-        Branch(name="conditional"),
-        Branch(name="unconditional", flags={"drop_audio": True, "drop_text": True}, scale=2.0),
-    ),
 )
 
 
@@ -132,7 +132,7 @@ def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
     return Region(region_spec(config), loaded(network(config), weights, PREFIX))
 
 
-# --- sampling loop
+# --- the sampling loop
 
 GRIDS = {"epss": schedule.epss, "linear": schedule.linear}
 PROGRAM_OPTIONS: Mapping[str, Any] = {"solver": "euler", "grid": "epss", "sway": -1.0}  # of the released inference

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.f5tts import GUIDANCE, program
+from voicehub_aot.adapters.f5tts.checkpoint import PREFIX, config_from
+from voicehub_aot.adapters.f5tts.net import TextEmbedding
+from voicehub_aot.adapters.f5tts.unett import UNetTConfig
 from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.guidance import EQUATIONS
+from voicehub_aot.spec.network import loaded, unfilled
 from voicehub_aot.spec.program import Program, probe
 
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
-
-SAMPLE_DEFAULTS: Mapping[str, Any] = {  # CFM.sample's own
+CALL_DEFAULTS: Mapping[str, Any] = {
+    "cfg_infer": False,
+    "drop_audio_cond": False,
+    "drop_text": False,
+    "cfg_strength": None,
+    "mask_is_none": None,
+}
+LOOP_DEFAULTS: Mapping[str, Any] = {  # CFM.sample's own
     "steps": 32,
     "cfg_strength": 1.0,
     "sway_sampling_coef": None,
@@ -26,19 +35,12 @@ SAMPLE_DEFAULTS: Mapping[str, Any] = {  # CFM.sample's own
     "noise_seed": None,
     "no_ref_audio": False,
 }
-CALL_DEFAULTS: Mapping[str, Any] = {
-    "cfg_infer": False,
-    "drop_audio_cond": False,
-    "drop_text": False,
-    "cfg_strength": None,
-    "mask_is_none": None,
-}
 
 
 def case_program(case: Case) -> Program:
     if case.kind != "sampler":
-        return probe(sorted(set(case.inputs["time"].reshape(-1).tolist())))
-    s = case.scalars_over(SAMPLE_DEFAULTS)
+        return probe(case.times("time"))
+    s = case.scalars_over(LOOP_DEFAULTS)
     grid = "epss" if s["use_epss"] else "linear"
     return program(s["steps"], solver=s["method"], grid=grid, sway=s["sway_sampling_coef"])
 
@@ -53,10 +55,7 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     x, cond, text, mask = inputs["x"], inputs["cond"], inputs["text"], inputs.get("mask")
     if s["mask_is_none"] not in (None, mask is None):
         raise UsageError(f"{case.name}: mask_is_none={s['mask_is_none']!r}, but the inputs are {sorted(inputs)!r}")
-    rows, frames = x.shape[:2]
-    reach = {} if mask is None else {"lengths": mask.sum(1), "extent": torch.full((rows,), frames)}
-    embedded = sampler.exposed(x, cond=cond, text=text, **reach)["text_embed"]
-    results = {"text_embed_cond": embedded[:rows], "text_embed_uncond": embedded[rows:]}
+    results = _text_embeddings(case)
     dropped = {"drop_audio_cond": s["drop_audio_cond"], "drop_text": s["drop_text"]}
     out = sampler.denoiser()(x, cond, text, inputs["time"], mask=mask, cfg_infer=s["cfg_infer"], **dropped)
     results["packed" if s["cfg_infer"] else "velocity"] = out
@@ -65,9 +64,25 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     return results
 
 
+@torch.no_grad()
+def _text_embeddings(case: Case) -> dict[str, Tensor]:
+    """What the text contributes with and without guidance's drop, of an eager text encoder with the case's weights."""
+    config, prefix = config_from(case.config), f"{PREFIX}text_embed."
+    weights = {key: tensor for key, tensor in case.checkpoint().items() if key.startswith(prefix)}
+    encoder = loaded(unfilled(TextEmbedding, config), weights, prefix)
+    rows, frames = case.inputs["x"].shape[:2]
+    reach = torch.ones(rows, frames, dtype=torch.bool)
+    masked = "mask" in case.inputs and not isinstance(config, UNetTConfig)  # UNetT does not mask its text
+    inside = case.inputs["mask"] if masked else reach
+    return {
+        name: encoder(case.inputs["text"], inside, reach, torch.full((rows,), dropped))
+        for name, dropped in (("text_embed_cond", False), ("text_embed_uncond", True))
+    }
+
+
 def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """CFM.sample from the noise on; what it does to durations and prompts is done here."""
-    s, loop = case.scalars_over(SAMPLE_DEFAULTS), case_program(case)
+    s, loop = case.scalars_over(LOOP_DEFAULTS), case_program(case)
     inputs = case.check_inputs(("noise", "cond", "text", "lens", "duration"), ("edit_mask",))
     noise, cond, text, lens = (inputs[name] for name in ("noise", "cond", "text", "lens"))
     rows, frames = noise.shape[:2]

@@ -1,7 +1,7 @@
-"""F5-TTS's networks: the parts both backbones are made of, smallest first, and DiT.
+"""F5-TTS's networks: the parts that both backbones are made of, smallest first.
 
-Ported from SWivid/F5-TTS 2ae2c9bd9b64dab2cb069c4b97e5e7673c521e01 (MIT), src/f5_tts/model/{modules,backbones/dit}.py;
-the rotary embedding from x_transformers. Parameters keep upstream's names and shapes.
+Ported from SWivid/F5-TTS 2ae2c9bd9b64dab2cb069c4b97e5e7673c521e01 (MIT), src/f5_tts/model/modules.py; the
+rotary embedding from x_transformers. Parameters keep upstream's names and shapes.
 
 Two masks run through everything. `inside` (n < lengths) is the mask upstream builds from durations; `reach`
 (n < extent) is where a row physically ends: what lies beyond it must not be seen, whatever the tensor's size.
@@ -9,7 +9,6 @@ Two masks run through everything. `inside` (n < lengths) is the mask upstream bu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from voicehub_aot.kernels.attention import attention, key_bias
+from voicehub_aot.adapters._tables import Rope, inverse_frequencies, rope_of, sines_first
+from voicehub_aot.kernels.attention import attention
 from voicehub_aot.kernels.mish import mish
 from voicehub_aot.kernels.rotary import in_halves_order, rotate_halves, rotate_pairs
-
-Rope = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,33 +45,16 @@ class Config:
     attn_mask_enabled: bool = False
 
 
-@dataclass(frozen=True)
-class DiTConfig(Config):
-    long_skip_connection: bool = False
-    backbone: Literal["DiT"] = "DiT"
-
-
-def inverse_frequencies(dim: int) -> Tensor:
-    """[dim / 2] float32: 10000 ** (-2 j / dim)."""
-    return 1.0 / torch.pow(10000.0, torch.arange(0, dim, 2).float() / dim)
-
-
 class TimestepEmbedding(nn.Module):
-    """time: [1] float32, 0 = noise, 1 = data -> [1, D].
-
-    Angles reach 1000 rad, where one float32 ulp is 6e-5: the order of the products is upstream's.
-    """
+    """time: [1] float32, 0 = noise, 1 = data -> [1, D]."""
 
     def __init__(self, dim: int, features: int = 256) -> None:
         super().__init__()
-        self.waves = features // 2
+        self.features = features
         self.time_mlp = nn.Sequential(nn.Linear(features, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, time: Tensor) -> Tensor:
-        decay = -(math.log(10000) / (self.waves - 1))
-        frequencies = torch.exp(torch.arange(self.waves, device=time.device).float() * decay)
-        angles = 1000 * time[:, None] * frequencies
-        embedded: Tensor = self.time_mlp(torch.cat((angles.sin(), angles.cos()), dim=-1))
+        embedded: Tensor = self.time_mlp(sines_first(time, self.features))
         return embedded
 
 
@@ -87,9 +68,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies(dim_head))
 
     def forward(self, tokens: int) -> Rope:
-        position = torch.arange(tokens, dtype=torch.float32, device=self.inv_freq.device)
-        angles = (position[:, None] * self.inv_freq)[:, None]
-        return angles.cos(), angles.sin()
+        return rope_of(torch.arange(tokens, device=self.inv_freq.device), self.inv_freq)
 
 
 class Attention(nn.Module):
@@ -108,10 +87,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, bias: Tensor, inside: Tensor) -> Tensor:
         """x: [B, T, D]; bias: [B, 1, 1, T] from `key_bias`; inside: [B, T, 1] 1.0 = real -> [B, T, D], 0 elsewhere."""
         heads = (*x.shape[:2], self.heads, -1)
-        query, key = (
-            self.rotated_heads(x, self.to_q, self.q_norm, rope),
-            self.rotated_heads(x, self.to_k, self.k_norm, rope),
-        )
+        query = self.rotated_heads(x, self.to_q, self.q_norm, rope)
+        key = self.rotated_heads(x, self.to_k, self.k_norm, rope)
         value = self.to_v(x).view(heads)
         mixed = attention(query, key, value.transpose(1, 2), bias)
         out: Tensor = self.to_out[0](mixed.transpose(1, 2).flatten(2))
@@ -124,7 +101,7 @@ class Attention(nn.Module):
         """
         weight: Tensor = linear.weight
         bias: Tensor = linear.bias
-        gain: Tensor | None = getattr(norm, "weight", None)
+        gain: Tensor | None = norm.weight if isinstance(norm, nn.RMSNorm) else None
         width, rotate = self.dim_head, rotate_pairs
         if torch.compiler.is_exporting():
             weight, bias, rotate = in_halves_order(weight, width), in_halves_order(bias, width), rotate_halves
@@ -151,7 +128,7 @@ class FeedForward(nn.Module):
 
 
 class GRN(nn.Module):
-    """Global response normalisation: its statistics run over time, hence over `reach` only."""
+    """Global response normalisation: its statistics run over time, so they end at `reach`."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -249,81 +226,3 @@ class InputEmbedding(nn.Module):
         h = F.linear(x, of_x) + (F.linear(cond, of_cond, self.proj.bias) + F.linear(text, of_text))
         embedded: Tensor = self.conv_pos_embed(h, mask) + h
         return embedded
-
-
-class Modulation(nn.Module):
-    """te: [1, D] -> `parts` tensors of [1, 1, D]: they depend on the time alone and broadcast over rows."""
-
-    def __init__(self, dim: int, parts: int) -> None:
-        super().__init__()
-        self.parts = parts
-        self.linear = nn.Linear(dim, dim * parts)
-
-    def forward(self, te: Tensor) -> tuple[Tensor, ...]:
-        parts: tuple[Tensor, ...] = self.linear(F.silu(te))[:, None].chunk(self.parts, dim=-1)
-        return parts
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x: [B, T, D]; shift, scale: [1, 1, D] -> [B, T, D]."""
-    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
-
-
-class DiTBlock(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.attn_norm = Modulation(config.dim, 6)
-        self.attn = Attention(config)
-        self.ff = FeedForward(config.dim, config.ff_mult)
-
-    def forward(self, h: Tensor, te: Tensor, rope: Rope, bias: Tensor, inside: Tensor) -> Tensor:
-        shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = self.attn_norm(te)
-        h = h + gate_attn * self.attn(modulate(h, shift_attn, scale_attn), rope, bias, inside)
-        h = h + gate_ff * self.ff(modulate(h, shift_ff, scale_ff))
-        return h
-
-
-class DiT(nn.Module):
-    """The arguments are the region's inputs; returns velocity [B, T, mel] and the text embedding [B, T, C]."""
-
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.attn_mask_enabled = config.attn_mask_enabled
-        self.time_embed = TimestepEmbedding(config.dim)
-        self.text_embed = TextEmbedding(config)
-        self.input_embed = InputEmbedding(config)
-        self.rotary_embed = RotaryEmbedding(config.dim_head)
-        self.transformer_blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
-        self.long_skip_connection = (
-            nn.Linear(2 * config.dim, config.dim, bias=False) if config.long_skip_connection else None
-        )
-        self.norm_out = Modulation(config.dim, 2)
-        self.proj_out = nn.Linear(config.dim, config.mel_dim)
-
-    def forward(
-        self,
-        *,
-        x: Tensor,
-        time: Tensor,
-        cond: Tensor,
-        text: Tensor,
-        lengths: Tensor,
-        extent: Tensor,
-        drop_audio: Tensor,
-        drop_text: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        position = torch.arange(cond.shape[1], device=cond.device)
-        inside, reach = position < lengths[:, None], position < extent[:, None]
-        real = inside[..., None].to(cond.dtype)
-        te = self.time_embed(time)
-        text_embed = self.text_embed(text, inside, reach, drop_text)
-        h = self.input_embed(x, cond.masked_fill(drop_audio[:, None, None], 0.0), text_embed, real)
-        rope = self.rotary_embed(cond.shape[1])
-        bias = key_bias(inside if self.attn_mask_enabled else reach)
-        first = h
-        for block in self.transformer_blocks:
-            h = block(h, te, rope, bias, real)
-        if self.long_skip_connection is not None:
-            h = self.long_skip_connection(torch.cat((h, first), dim=-1))
-        scale, shift = self.norm_out(te)  # the other order than in the blocks
-        return self.proj_out(modulate(h, shift, scale)), text_embed

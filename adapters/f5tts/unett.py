@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from voicehub_aot.adapters._tables import Rope
 from voicehub_aot.adapters.f5tts.net import (
     Attention,
     Config,
     FeedForward,
     InputEmbedding,
-    Rope,
     RotaryEmbedding,
     TextEmbedding,
     TimestepEmbedding,

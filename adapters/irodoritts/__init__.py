@@ -17,7 +17,7 @@ the speaker and the caption inputs are there when the model has the condition:
     caption_state  [B, K, 512]    request    of the caption encoder; caption_mask [B, K]
     hidden         [B, T]         request    True = not attended to (upstream's ~latent_mask), none if left out
     lengths        [B]            request    frames of each row
-    drop_text, drop_speaker, drop_caption [B]   flags   none of the condition is seen
+    drop_text, drop_speaker, drop_caption [B]   flags   no frame attends to the condition
     velocity       [B, T, 32]     output
 
 A dropped condition is masked here and zeroed as well upstream: masked keys do not matter, so one state serves all
@@ -27,12 +27,13 @@ branches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from voicehub_aot.adapters._echo_irodoritts import checkpoint as checkpoints, sampling
+from voicehub_aot.adapters._tables import TIME_DTYPES, rounded
 from voicehub_aot.adapters.irodoritts.checkpoint import (
     CONFIGS,
     FILES,
@@ -46,16 +47,14 @@ from voicehub_aot.adapters.irodoritts.checkpoint import (
 )
 from voicehub_aot.adapters.irodoritts.net import Config
 from voicehub_aot.errors import OptionUnsupported, UsageError
-from voicehub_aot.spec.checkpoint import check_shapes, loaded
+from voicehub_aot.spec.checkpoint import check_shapes
 from voicehub_aot.spec.guidance import Branch, Guidance
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.spec.schedule import Schedule
 from voicehub_aot.spec.solver import euler
 from voicehub_aot.spec.traits import Traits
-
-if TYPE_CHECKING:
-    pass
 
 ALIASES = ("irodori", "irodori-tts", "irodori_tts")
 DEFAULT_CONFIG = "Irodori-TTS-500M-v3"
@@ -72,13 +71,6 @@ TRAITS = Traits(
     passes=("compile", "sdpa", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
     surfaces=("model.forward_with_encoded_conditions", "codec.decode_latent"),
 )
-
-
-def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    weights = checkpoints.without(weights, OUTSIDE)
-    check_shapes(f"{NAME} denoiser", weights, checkpoint_shapes(config))
-    return Region(_spec(config), loaded(network(config), weights))
-
 
 # --- the region
 
@@ -115,7 +107,7 @@ def _call(config: Config) -> Call:
     )
 
 
-def _spec(config: Config) -> RegionSpec:
+def region_spec(config: Config) -> RegionSpec:
     c, sizes = config, config.sizes
     request: Any = {"binding": "REQUEST"}
     mask: Any = {"dtype": "bool", **request}
@@ -150,10 +142,16 @@ def _spec(config: Config) -> RegionSpec:
     )
 
 
+def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
+    weights = checkpoints.without(weights, OUTSIDE)
+    check_shapes(f"{NAME} {region_spec(config).name}", weights, checkpoint_shapes(config))
+    return Region(region_spec(config), loaded(network(config), weights))
+
+
 # --- the sampling loop
 
 MODES = ("independent", "joint", "alternating")
-CHOICES = {"cfg_guidance_mode": MODES, "t_schedule_mode": ("linear", "sway"), "time_dtype": sampling.TIME_DTYPES}
+CHOICES = {"cfg_guidance_mode": MODES, "t_schedule_mode": ("linear", "sway"), "time_dtype": TIME_DTYPES}
 PROGRAM_OPTIONS: Mapping[str, Any] = {
     "cfg_guidance_mode": "independent",
     "conditions": None,
@@ -167,14 +165,39 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
 }
 
 
+def _conditions(names: str | None) -> tuple[str, ...]:
+    if names is None:
+        return tuple(SCALES)  # a branch that a model does not have is left out
+    conditions = tuple(name.strip() for name in names.split(",") if name.strip())
+    if unknown := sorted(set(conditions) - set(SCALES)):
+        raise OptionUnsupported(
+            f"{NAME}: conditions={names!r}, but {unknown!r} are not known; known are {list(SCALES)!r}"
+        )
+    return conditions
+
+
+def _schedule(steps: int, sway: float | None) -> Schedule:
+    if steps < 1:
+        raise UsageError(f"{NAME}: steps={steps!r}: a schedule needs at least 1 step")
+    u = torch.linspace(0.0, 1.0, steps + 1)
+    if sway is not None:
+        u = (u + sway * (torch.cos(torch.pi / 2 * u) + u - 1.0)).clamp(0.0, 1.0)
+    try:
+        return Schedule(times=tuple(((1.0 - u) * sampling.FIRST_TIME).tolist()))
+    except ValueError as error:
+        raise OptionUnsupported(
+            f"{NAME}: steps={steps!r} with sway_coeff={sway!r} gives no decreasing times: choose other values"
+        ) from error
+
+
 def program(steps: int, **options: Any) -> Program:
     """Euler from time 0.999 to 0, guided while cfg_min_t <= t <= cfg_max_t, without guidance outside.
 
     cfg_guidance_mode: "independent" guides against each of `conditions` at once, "joint" against the unconditional
     branch, "alternating" against one of `conditions` a step, in turn. conditions: comma-separated, those that are
     guided (text, speaker, caption); default all that the model has. sway_coeff: for t_schedule_mode "sway". rescale_k
-    with rescale_sigma: the temporal score rescale. time_dtype: as which upstream's model is given its times, float32
-    or bfloat16.
+    with rescale_sigma: the temporal score rescale. time_dtype: of the times that upstream's model is given,
+    float32 or bfloat16.
     """
     o = check_options(NAME, PROGRAM_OPTIONS, options, CHOICES)
     mode, conditions = o["cfg_guidance_mode"], _conditions(o["conditions"])
@@ -191,30 +214,7 @@ def program(steps: int, **options: Any) -> Program:
 
     return euler(
         schedule,
-        times=sampling.rounded(schedule.times[:-1], o["time_dtype"]),
+        times=rounded(schedule.times[:-1], o["time_dtype"]),
         against=against,
         rescale=sampling.rescale(NAME, o["rescale_k"], o["rescale_sigma"]),
     )
-
-
-def _conditions(names: str | None) -> tuple[str, ...]:
-    if names is None:
-        return tuple(SCALES)  # a branch that a model does not have is left out
-    conditions = tuple(name.strip() for name in names.split(",") if name.strip())
-    if unknown := sorted(set(conditions) - set(SCALES)):
-        raise OptionUnsupported(f"{NAME}: conditions={names!r}, but {unknown!r} are none of {list(SCALES)!r}")
-    return conditions
-
-
-def _schedule(steps: int, sway: float | None) -> Schedule:
-    if steps < 1:
-        raise UsageError(f"{NAME}: steps={steps!r}: a schedule needs at least 1 step")
-    u = torch.linspace(0.0, 1.0, steps + 1)
-    if sway is not None:
-        u = (u + sway * (torch.cos(torch.pi / 2 * u) + u - 1.0)).clamp(0.0, 1.0)
-    try:
-        return Schedule(times=tuple(((1.0 - u) * sampling.FIRST_TIME).tolist()))
-    except ValueError as error:
-        raise OptionUnsupported(
-            f"{NAME}: steps={steps!r} with sway_coeff={sway!r} gives no decreasing times: choose other values"
-        ) from error

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters._echo_irodoritts import checkpoint as checkpoints, sampling
 from voicehub_aot.adapters.irodoritts import JOINT, PROGRAM_OPTIONS, SCALES, program
 from voicehub_aot.adapters.irodoritts.checkpoint import OUTSIDE, config_from, network
 from voicehub_aot.adapters.irodoritts.net import TextToLatentRFDiT
 from voicehub_aot.errors import UsageError
-from voicehub_aot.spec.checkpoint import loaded
+from voicehub_aot.spec.golden import Case
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, probe
 
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
-
-CALL_SCALARS: Mapping[str, Any] = {f"cfg_scale_{name}": None for name in SCALES}
-LOOP_SCALARS: Mapping[str, Any] = {
+CALL_DEFAULTS: Mapping[str, Any] = {f"cfg_scale_{name}": None for name in SCALES}
+LOOP_DEFAULTS: Mapping[str, Any] = {
     "num_steps": 40,
     "cfg_scale": None,
     **{f"cfg_scale_{name}": scale for name, scale in SCALES.items()},
@@ -50,8 +48,8 @@ def _guided(case: Case, s: Mapping[str, Any]) -> dict[str, float]:
 
 def case_program(case: Case) -> Program:
     if case.kind != "sampler":
-        return probe(sorted(set(case.inputs["t"].reshape(-1).tolist())))
-    s = case.scalars_over(LOOP_SCALARS)
+        return probe(case.times("t"))
+    s = case.scalars_over(LOOP_DEFAULTS)
     options = {name: s[name] for name in PROGRAM_OPTIONS if name in s}
     return program(s["num_steps"], conditions=",".join(_guided(case, s)), **options)
 
@@ -73,7 +71,7 @@ def _wanted(case: Case, *names: str) -> set[str]:
 
 @torch.no_grad()
 def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    s, inputs, config = case.scalars_over(CALL_SCALARS), case.inputs, config_from(case.config)
+    s, inputs, config = case.scalars_over(CALL_DEFAULTS), case.inputs, config_from(case.config)
     case.check_inputs(_wanted(case, "x_t", "t"), {"latent_mask"})
     request, x, time = _conditioning(case), inputs["x_t"], inputs["t"]
     if "latent_mask" in inputs:
@@ -96,17 +94,14 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
 def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """From the noise on."""
     s, loop, inputs, config = (
-        case.scalars_over(LOOP_SCALARS),
+        case.scalars_over(LOOP_DEFAULTS),
         case_program(case),
         case.inputs,
         config_from(case.config),
     )
     outside = {"text_input_ids", "caption_input_ids", "ref_latent", "ref_mask"}
     case.check_inputs(_wanted(case, "noise"), outside)
-    if s["speaker_uncond_mode"] != "mask":
-        raise UsageError(
-            f"{case.name}: speaker_uncond_mode={s['speaker_uncond_mode']!r} is not understood, wanted 'mask'"
-        )
+    case.check_fixed({"speaker_uncond_mode": "mask"})
     guided = _guided(case, s)
     if s["cfg_guidance_mode"] == "joint" and len(set(guided.values())) > 1:
         raise UsageError(f"{case.name}: joint guidance wants one scale, got {guided!r}")

@@ -8,18 +8,26 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from voicehub_aot.adapters._echo_irodoritts import checkpoint as checkpoints
 from voicehub_aot.adapters._echo_irodoritts.net import Sizes
 from voicehub_aot.adapters.irodoritts.net import Config, TextToLatentRFDiT
-from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
-from voicehub_aot.spec.checkpoint import Reading
-from voicehub_aot.spec.hyperparameters import config_of
+from voicehub_aot.errors import CheckpointMismatch, UsageError
+from voicehub_aot.spec.checkpoint import Reading, check_sizes, find
+from voicehub_aot.spec.hyperparameters import config_of, named_config, refuse
+from voicehub_aot.spec.network import shapes_of, unfilled
 
 NAME = "irodoritts"
+FILES = ("model.safetensors", "*.safetensors", "*.pt")
+METADATA = "config_json"
+OUTSIDE = (
+    *(f"{name}_{part}." for name in ("text", "speaker", "caption") for part in ("encoder", "norm")),
+    "duration_predictor.",
+)
+
+# --- hyperparameters
 
 _RELEASED = Config(
     latent_dim=32, model_dim=1280, num_layers=12, num_heads=20, text_dim=512, speaker_dim=768, adaln_rank=192
@@ -42,12 +50,6 @@ CONFIGS: Mapping[str, Config] = {
     "tiny": _TINY,
     "tiny-caption": replace(_TINY, use_speaker_condition=True, use_caption_condition=True, caption_dim=44),
 }
-FILES = ("model.safetensors", "*.safetensors", "*.pt")
-METADATA = "config_json"
-OUTSIDE = (
-    *(f"{name}_{part}." for name in ("text", "speaker", "caption") for part in ("encoder", "norm")),
-    "duration_predictor.",
-)
 INERT = {  # of the encoders, the tokenizers and training
     "dropout", "text_vocab_size", "text_tokenizer_repo", "text_add_bos", "text_layers", "text_heads", "text_mlp_ratio",
     "caption_vocab_size", "caption_tokenizer_repo", "caption_add_bos", "caption_layers", "caption_heads",
@@ -63,23 +65,27 @@ def _shaping(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_from(values: Mapping[str, Any]) -> Config:
     config = config_of(NAME, Config, _shaping(values), INERT)
-    if fault := checkpoints.fault(config.sizes):
-        raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
+    refuse(NAME, checkpoints.fault(config.sizes))
     return config
 
 
+# --- keys and shapes
+
+
 def network(config: Config) -> TextToLatentRFDiT:
-    with torch.device("meta"):  # only keys and shapes, until weights are assigned
-        return TextToLatentRFDiT(config)
+    return unfilled(TextToLatentRFDiT, config)
 
 
 def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(tensor.shape) for key, tensor in network(config).state_dict().items()}
+    return shapes_of(network(config))
 
 
 def formula_weights(config: Config) -> dict[str, Tensor]:
-    """None: rotary and time frequencies are no checkpoint entries."""
+    """None: rotary and time frequencies are not in checkpoints."""
     return {}
+
+
+# --- files
 
 
 def _recorded(file: Path, beside: Mapping[str, Any]) -> Config | None:
@@ -108,12 +114,11 @@ def _ratio(sizes: Sizes, base: float) -> float:
 def read_checkpoint(
     path: Path, config: str | Config | None, reading: Reading | None = None
 ) -> tuple[Config, dict[str, Tensor]]:
-    if isinstance(config, str) and config not in CONFIGS:
-        raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
-    file = checkpoints.find(path, FILES)
+    given = named_config(NAME, CONFIGS, config)
+    file = find(path, FILES)
     everything, beside = checkpoints.read(file, reading or Reading())
     weights = checkpoints.without(everything, OUTSIDE)
-    base = CONFIGS[config] if isinstance(config, str) else config or _recorded(file, beside) or _RELEASED
+    base = given or _recorded(file, beside) or _RELEASED
     conditions = {name: checkpoints.has_context(weights, name) for name in ("speaker", "caption")}
     found = replace(base, use_speaker_condition=conditions["speaker"], use_caption_condition=conditions["caption"])
     sizes = checkpoints.sizes_of(weights, found.sizes)
@@ -130,6 +135,5 @@ def read_checkpoint(
         timestep_embed_dim=sizes.waves,
         adaln_rank=sizes.rank,
     )
-    if fault := checkpoints.fault(found.sizes):
-        raise CheckpointMismatch(f"{file}: its tensors have impossible shapes: {fault}; give an Irodori-TTS checkpoint")
+    check_sizes(file, checkpoints.fault(found.sizes), "an Irodori-TTS checkpoint")
     return next((known for known in CONFIGS.values() if known.sizes == found.sizes), found), weights

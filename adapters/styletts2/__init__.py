@@ -25,7 +25,7 @@ T tokens of text, 512 at most; the state has no length:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -36,20 +36,19 @@ from voicehub_aot.adapters.styletts2.checkpoint import (
     SIGMA_DATA,
     checkpoint_shapes,
     config_from as config_from,
+    formula_weights as formula_weights,
     network,
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters.styletts2.net import Config
 from voicehub_aot.errors import OptionUnsupported
 from voicehub_aot.spec import schedule, solver
-from voicehub_aot.spec.checkpoint import check_shapes, loaded
+from voicehub_aot.spec.checkpoint import check_shapes
 from voicehub_aot.spec.guidance import Branch, Guidance
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.spec.traits import Traits
-
-if TYPE_CHECKING:
-    pass
 
 ALIASES = ("style-tts2", "style_tts2")
 DEFAULT_CONFIG = "LibriTTS"
@@ -65,18 +64,15 @@ TRAITS = Traits(
     surfaces=("sampler.forward", "decoder.forward"),
 )
 
-_GUIDANCE = Guidance(
+# --- the region
+
+GUIDANCE = Guidance(
     equation="classifier_free",
     branches=(Branch(name="conditional"), Branch(name="unconditional", flags={"drop": True})),
 )
 
 
-def formula_weights(config: Config) -> dict[str, Tensor]:
-    """None: every entry is learned."""
-    return {}
-
-
-def _spec(config: Config) -> RegionSpec:
+def region_spec(config: Config) -> RegionSpec:
     longest = config.embedding_max_length
     state: Any = {"shape": ("B", 1, config.channels), "binding": "STATE"}
     tokens: Any = {"shape": ("B", "tokens", config.context_embedding_features), "binding": "REQUEST"}
@@ -96,7 +92,7 @@ def _spec(config: Config) -> RegionSpec:
         ),
         dims=(Dim(name="tokens", max=longest, length="lengths", doc="text tokens, the leading pad included"),),
         outputs=("prediction",),
-        guidance=_GUIDANCE,
+        guidance=GUIDANCE,
         call=Call(
             parameters=(
                 Parameter(name="x", kind="tensor", feeds="x"),
@@ -116,11 +112,11 @@ def _spec(config: Config) -> RegionSpec:
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
-    return Region(_spec(config), loaded(network(config), weights, PREFIX))
+    check_shapes(f"{NAME} {region_spec(config).name}", weights, checkpoint_shapes(config))
+    return Region(region_spec(config), loaded(network(config), weights, PREFIX))
 
 
-# --- sampling loop
+# --- the sampling loop
 
 PROGRAM_OPTIONS: Mapping[str, Any] = {
     "sigma_data": None,

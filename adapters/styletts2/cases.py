@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.styletts2 import program
-from voicehub_aot.errors import UsageError
 from voicehub_aot.spec import solver
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.program import Program, probe
 
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
-
+CALL_SCALARS = {"embedding_scale"}
 LOOP_SCALARS = {"num_steps", "embedding_scale", "sigma_min", "sigma_max", "rho", "adpm2_rho", "clamp"}
-TOLD = {"transitions", "nfe", "sigmas"}  # what follows from the others
+DERIVED = {"transitions", "nfe", "sigmas"}  # what follows from the others
 
 
 def _check_case(case: Case) -> None:
     loop = case.kind == "sampler"
     case.check_inputs(("noise", "step_noise", "embedding") if loop else ("x", "time", "embedding"), ("features",))
-    known = LOOP_SCALARS if loop else {"embedding_scale"}
-    if not known <= set(case.scalars) <= known | TOLD or case.scalars.get("clamp"):
-        raise UsageError(f"{case.name}: scalars are {dict(case.scalars)!r}, wanted {sorted(known)!r}, without clamp")
+    case.check_scalars(DERIVED, LOOP_SCALARS if loop else CALL_SCALARS)
+    case.check_fixed({"clamp": False})
 
 
 def case_program(case: Case) -> Program:
     _check_case(case)
     if case.kind != "sampler":
-        return probe(sorted(set(case.inputs["time"].reshape(-1).tolist())))
+        return probe(case.times("time"))
     options = {name: case.scalars[name] for name in ("sigma_min", "sigma_max", "rho", "adpm2_rho")}
     return program(case.scalars["num_steps"], sigma_data=case.config["sigma_data"], **options)
 

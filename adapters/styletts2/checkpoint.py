@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from voicehub_aot.adapters.f5tts.sizes import count, size
 from voicehub_aot.adapters.styletts2.net import Config, StyleDenoiser
-from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.spec.checkpoint import Reading, read_weights
-from voicehub_aot.spec.hyperparameters import config_of, without_fixed
+from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UsageError
+from voicehub_aot.spec.checkpoint import Reading, check_sizes, only_tensors, read_weights
+from voicehub_aot.spec.hyperparameters import config_of, named_config, not_positive, refuse, without_fixed
+from voicehub_aot.spec.network import count, shapes_of, size, unfilled, without_prefix
 
 NAME = "styletts2"
+PREFIX = "diffusion.net."
+NAMES = (PREFIX, "unet.")  # a released file holds every tensor under both
+FILES = ("*.pth", "*.pt", "*.safetensors")
+
+# --- hyperparameters
+
 PLACEHOLDER = 0.2  # upstream's own, in Configs/config_libritts.yml: good for synthetic weights only
 _TINY: dict[str, Any] = {
     "sigma_data": PLACEHOLDER,
@@ -43,12 +47,26 @@ FIXED: Mapping[str, Any] = {  # of every release
     "rel_pos_max_distance": None,
     "context_features_multiplier": 1,
 }
+SIZES = (
+    *("num_layers", "channels", "num_heads", "head_features", "multiplier", "context_embedding_features"),
+    "embedding_max_length",
+)
 SIGMA_DATA = (
     "sigma_data is a statistic of the training data that no checkpoint holds: copy model_params.diffusion.dist."
     "sigma_data of the released config.yml into a .json file, as in "
     '{"class": "StyleTransformer1d", "sigma_data": …} (LibriTTS; LJSpeech: "Transformer1d"), or all of config.yml '
     "as JSON, and give it with --config"
 )
+
+
+def fault(config: Config) -> str | None:
+    """What is wrong with the hyperparameters' values, if anything."""
+    several = () if config.context_features is None else ("context_features",)
+    if wrong := not_positive(vars(config), (*SIZES, *several)):
+        return wrong
+    if config.channels % 2:
+        return f"channels={config.channels!r} is odd, but times have a sine and a cosine each"
+    return None
 
 
 def _of_training(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,43 +102,32 @@ def config_from(values: Mapping[str, Any]) -> Config:
     if network == CLASSES[0]:
         given.setdefault("context_features", given.get("channels", Config.channels))
     sigma = given["sigma_data"]
-    if not isinstance(sigma, int | float) or isinstance(sigma, bool):
+    if not isinstance(sigma, int | float) or isinstance(sigma, bool) or not sigma > 0:
         raise UsageError(f"{NAME}: sigma_data={sigma!r}, wanted a positive number; {SIGMA_DATA}")
     config = config_of(NAME, Config, given, ("class",))
     if network is not None and (network == CLASSES[0]) != (config.context_features is not None):
         raise OptionUnsupported(f"{NAME}: {network} with context_features={config.context_features!r} has no release")
-    _check(config)
+    refuse(NAME, fault(config))
     return config
 
 
-def _check(config: Config) -> None:
-    for field in fields(Config):
-        value = getattr(config, field.name)
-        if field.name == "sigma_data":
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and value > 0):
-                raise UsageError(f"{NAME}: sigma_data={value!r}, wanted a positive number; {SIGMA_DATA}")
-        elif value is None and field.name == "context_features":
-            continue
-        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{NAME}: {field.name}={value!r} is no positive integer; give upstream's hyperparameters")
-    if config.channels % 2:
-        raise UsageError(f"{NAME}: channels={config.channels!r} is odd, but times have a sine and a cosine each")
-
-
-PREFIX = "diffusion.net."
-NAMES = (PREFIX, "unet.")  # a released file holds every tensor under both
-FILES = ("*.pth", "*.pt", "*.safetensors")
+# --- keys and shapes
 
 
 def network(config: Config) -> StyleDenoiser:
-    """Without storage: only keys and shapes, until weights are assigned."""
-    with torch.device("meta"):
-        return StyleDenoiser(config)
+    return unfilled(StyleDenoiser, config)
 
 
 def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    return {PREFIX + key: tuple(tensor.shape) for key, tensor in network(config).state_dict().items()}
+    return shapes_of(network(config), PREFIX)
+
+
+def formula_weights(config: Config) -> dict[str, Tensor]:
+    """None: every entry is learned."""
+    return {}
+
+
+# --- files
 
 
 def _find(path: Path) -> Path:
@@ -151,11 +158,10 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _released_keys(file: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:
+def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for key, value in content.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointMismatch(f"{file}: {key!r} is a {type(value).__name__}, wanted a tensor or 'net'")
+    content = _denoiser(file, read_weights(file, reading)[0])
+    for key, value in only_tensors(file, content, "a tensor or 'net'").items():
         bare = str(key)
         for name in NAMES:
             bare = bare.removeprefix(name)
@@ -164,37 +170,35 @@ def _released_keys(file: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
-def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
-    """`base` with the sizes that the tensors have; of the attention they tell only the product of both its sizes."""
-
-    def told(otherwise: int, *places: tuple[str, int]) -> int:
-        return size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
-
-    channels = told(base.channels, ("to_out.1.weight", 0), ("to_out.1.bias", 0))
-    width = told(base.width, ("to_out.1.weight", 1), ("to_mapping.0.weight", 0))
-    inner = told(base.num_heads * base.head_features, ("blocks.*.attention.to_q.weight", 0))
-    hidden = told(base.multiplier * width, ("blocks.*.feed_forward.0.weight", 0), ("blocks.*.feed_forward.2.weight", 1))
+def _sizes_of(weights: Mapping[str, Tensor], base: Config) -> Config:
+    """weights: bare keys. `base` with their sizes; of the attention they tell only the product of both its sizes."""
+    channels = size(weights, base.channels, ("to_out.1.weight", 0), ("to_out.1.bias", 0))
+    width = size(weights, base.width, ("to_out.1.weight", 1), ("to_mapping.0.weight", 0))
+    inner = size(weights, base.num_heads * base.head_features, ("blocks.*.attention.to_q.weight", 0))
+    forward = "blocks.*.feed_forward"
+    hidden = size(weights, base.multiplier * width, (f"{forward}.0.weight", 0), (f"{forward}.2.weight", 1))
     style = base.context_features
     return replace(
         base,
-        num_layers=count(weights, PREFIX + "blocks") or base.num_layers,
+        num_layers=count(weights, "blocks") or base.num_layers,
         channels=channels,
         num_heads=inner // base.head_features,
         multiplier=hidden // max(1, width),
         context_embedding_features=width - channels,
-        context_features=None if style is None else told(style, ("to_features.0.weight", 1)),
-        embedding_max_length=told(base.embedding_max_length, ("fixed_embedding.embedding.weight", 0)),
+        context_features=None if style is None else size(weights, style, ("to_features.0.weight", 1)),
+        embedding_max_length=size(weights, base.embedding_max_length, ("fixed_embedding.embedding.weight", 0)),
     )
 
 
 def read_checkpoint(
     path: Path, config: str | Config | None, reading: Reading | None = None
 ) -> tuple[Config, dict[str, Tensor]]:
-    if isinstance(config, str) and config not in CONFIGS:
-        raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
-    if config is None or config in RELEASED:
+    """The second stage's training state, or a folder with one. It does not tell sigma_data: `config` must."""
+    base = named_config(NAME, CONFIGS, config)
+    if base is None or config in RELEASED:
         raise CheckpointMismatch(f"{path}: {SIGMA_DATA}")
     file = _find(path)
-    chosen = CONFIGS[config] if isinstance(config, str) else config
-    weights = _released_keys(file, _denoiser(file, read_weights(file, reading or Reading())[0]))
-    return _sizes(weights, chosen), weights
+    weights = _own_weights(file, reading or Reading())
+    found = _sizes_of(without_prefix(weights, PREFIX), base)
+    check_sizes(file, fault(found), "a StyleTTS2 checkpoint")
+    return found, weights

@@ -1,4 +1,4 @@
-"""StyleTTS2's style denoiser as a torch module, smallest parts first; `styletts2.py` says what it is.
+"""StyleTTS2's style denoiser as a torch module, smallest parts first; the adapter says what it is.
 
 Parameters keep the names and shapes of yl4579/StyleTTS2 5cedc71 (MIT), Modules/diffusion/modules.py. Upstream has no
 mask; here keys of the attention and rows of the final mean end at each row's length, so padding is exact.

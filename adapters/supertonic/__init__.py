@@ -2,7 +2,7 @@
 
 Upstream   supertone-inc/supertonic 9015bd0 and supertonic-py 5851a87, MIT; arXiv 2503.23108, LARoPE arXiv 2509.11084
 Weights    Supertone/supertonic, supertonic-2, supertonic-3 on the hub, OpenRAIL-M. They exist only inside ONNX graphs;
-           `_supertonic_onnx` reads them, `_supertonic_net` restates `onnx/vector_estimator.onnx`
+           `graph` reads them, `net` restates `onnx/vector_estimator.onnx`
 Compiled   one region: the velocity. Upstream's graph returns the next latent, latent + velocity / steps, and v3 runs
            two branches inside, 4 conditional - 3 unconditional; here step and guidance belong to the sampling loop
 Time       0 = noise, 1 = data
@@ -18,67 +18,37 @@ Time       0 = noise, 1 = data
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from voicehub_aot.adapters.supertonic.checkpoint import STYLE_KEY, read_graph, sizes
-from voicehub_aot.adapters.supertonic.net import Config, VectorEstimator
-from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
-from voicehub_aot.spec.checkpoint import Reading, check_shapes, loaded, read_weights
+from voicehub_aot.adapters.supertonic.checkpoint import (
+    CONFIGS,
+    GRAPH,
+    NAME,
+    checkpoint_shapes,
+    config_from as config_from,
+    formula_weights as formula_weights,
+    network,
+    read_checkpoint as read_checkpoint,
+    released_key,
+)
+from voicehub_aot.adapters.supertonic.net import Config
+from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.checkpoint import check_shapes
 from voicehub_aot.spec.guidance import Branch, Guidance
-from voicehub_aot.spec.hyperparameters import config_of
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Call, Dim, Input, Parameter, Region, RegionSpec
 from voicehub_aot.spec.schedule import Schedule
 from voicehub_aot.spec.solver import euler
 from voicehub_aot.spec.traits import Traits
 
-if TYPE_CHECKING:
-    pass
-
-NAME = "supertonic"
 ALIASES: tuple[str, ...] = ()
-GRAPH = "vector_estimator.onnx"
-
-
-_V2 = Config(
-    version=2,
-    intermediate_dim=1024,
-    text_attn_units=256,
-    text_n_heads=4,
-    guidance_in_graph=False,
-    guidance_cond=1.0,
-    guidance_uncond=0.0,
-)
-_TINY: dict[str, Any] = {
-    "latent_channels": 12,
-    "hidden": 32,
-    "n_blocks": 2,
-    "n_last_convnext": 2,
-    "time_dim": 16,
-    "time_hdim": 24,
-    "text_dim": 24,
-    "style_dim": 24,
-    "n_style": 7,
-    "max_positions": 100,
-}
-CONFIGS: Mapping[str, Config] = {
-    "supertonic-3": Config(),
-    "supertonic-2": _V2,
-    "supertonic": _V2,
-    "tiny": Config(**_TINY, intermediate_dim=64, text_attn_units=32, text_n_heads=4),
-    "tiny-v2": dataclasses.replace(_V2, **_TINY, intermediate_dim=48, text_attn_units=24, text_n_heads=2),
-}
 DEFAULT_CONFIG = "supertonic-3"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (64, 128, 250)}
 DEFAULT_STEPS: tuple[int, ...] = (8, 5)
-PROGRAM_OPTIONS: Mapping[str, Any] = {}
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, (f"onnx/{GRAPH}", "onnx/tts.json"))
 TRAITS = Traits(
     formulation="flow-matching",
@@ -90,95 +60,7 @@ TRAITS = Traits(
 )
 
 
-def config_from(values: Mapping[str, Any]) -> Config:
-    """Names as in `Config`; latent_dim * chunk_compress_factor stands for latent_channels."""
-    values = dict(values)
-    factors = {name: values.pop(name) for name in ("latent_dim", "chunk_compress_factor") if name in values}
-    for name, factor in factors.items():
-        if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
-            raise UsageError(f"{NAME}: {name}={factor!r} is no positive integer; give upstream's hyperparameters")
-    product = math.prod(factors.values())
-    if len(factors) == 2 and values.setdefault("latent_channels", product) != product:
-        raise UsageError(f"{NAME}: latent_channels {values['latent_channels']!r} is not the product of {factors!r}")
-    return config_of(NAME, Config, values, ("latent_dim", "chunk_compress_factor"))
-
-
-def _skeleton(config: Config) -> VectorEstimator:
-    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
-        return VectorEstimator(config)
-
-
-def _released_key(config: Config, name: str) -> str:
-    return name if name == STYLE_KEY else config.prefix + name
-
-
-def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    return {_released_key(config, k): tuple(v.shape) for k, v in _skeleton(config).state_dict().items()}
-
-
-def formula_weights(config: Config) -> dict[str, Tensor]:
-    """None: theta and the positions are formulas in upstream's graph, but no checkpoint entries of ours."""
-    return {}
-
-
-def _weights_file(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    candidates = [path / "onnx" / GRAPH, path / GRAPH]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise CheckpointMismatch(f"{path}: wanted the released folder, with {' or '.join(map(str, candidates))}")
-
-
-def read_checkpoint(
-    path: Path, config: str | Config | None = None, reading: Reading | None = None
-) -> tuple[Config, dict[str, Tensor]]:
-    """The released folder, its folder `onnx`, `vector_estimator.onnx`, or a .safetensors with the same keys.
-
-    Sizes are the file's. A .safetensors tells neither head counts nor factors: those of `config`, or the released
-    ones (text heads of width 64, two style heads, 4 and 3), are taken then.
-    """
-    if isinstance(config, str) and config not in CONFIGS:
-        raise UnknownModel(f"supertonic has no configuration {config!r}; known are {', '.join(CONFIGS)}")
-    file = _weights_file(path)
-    reading = reading or Reading()
-    if file.suffix == ".onnx":
-        if reading.kind:
-            raise CheckpointMismatch(f"{file}: an ONNX graph holds one set of weights; leave --weights-kind out")
-        facts, weights = read_graph(file)
-    else:
-        facts, weights = {}, read_weights(file, reading)[0]
-    if strange := [f"{k!r} is a {type(v).__name__}" for k, v in weights.items() if not isinstance(v, Tensor)]:
-        raise CheckpointMismatch(f"{file}: {strange[0]}, wanted tensors")
-    told = sizes(str(file), weights)
-    if config is not None:
-        base = CONFIGS[config] if isinstance(config, str) else config
-        if len(base.dilations_0) == len(told["dilations_0"]):
-            told["dilations_0"] = base.dilations_0
-        _check_agrees(file, config, base, {**told, **facts}, {"version", "guidance_in_graph", *facts})
-        chosen = _config(file, {**vars(base), **told, **facts})
-    else:
-        defaults = {"text_n_heads": max(told["text_attn_units"] // 64, 1)}
-        if not told["guidance_in_graph"]:
-            defaults |= {"guidance_cond": 1.0, "guidance_uncond": 0.0}
-        chosen = _config(file, {**defaults, **told, **facts})
-    check_shapes(str(file), weights, checkpoint_shapes(chosen))
-    return chosen, weights
-
-
-def _check_agrees(file: Path, name: object, base: Config, values: Mapping[str, Any], fixed: set[str]) -> None:
-    """Sizes may be others, as of a deeper model; what is `fixed` says that it is another one."""
-    wrong = {k: f"{k} is {v!r}, wanted {getattr(base, k)!r}" for k, v in values.items() if getattr(base, k) != v}
-    if wrong.keys() & fixed:
-        raise CheckpointMismatch(f"{file}: not the configuration {name!r}: {'; '.join(wrong.values())}")
-
-
-def _config(file: Path, values: Mapping[str, Any]) -> Config:
-    try:
-        return Config(**values)
-    except UsageError as error:
-        raise CheckpointMismatch(f"{file}: {error}") from error
+# --- the region
 
 
 def _guidance(config: Config) -> Guidance | None:
@@ -230,10 +112,16 @@ def region_spec(config: Config) -> RegionSpec:
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    check_shapes("supertonic", weights, checkpoint_shapes(config))
-    module = _skeleton(config)
-    ours = {name: weights[_released_key(config, name)] for name in module.state_dict()}
-    return Region(region_spec(config), loaded(module, ours))
+    spec = region_spec(config)
+    check_shapes(f"{NAME} {spec.name}", weights, checkpoint_shapes(config))
+    module = network(config)
+    ours = {name: weights[released_key(config, name)] for name in module.state_dict()}
+    return Region(spec, loaded(module, ours))
+
+
+# --- the sampling loop
+
+PROGRAM_OPTIONS: Mapping[str, Any] = {}
 
 
 def program(steps: int, **options: Any) -> Program:

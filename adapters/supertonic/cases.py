@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.supertonic import config_from, program, region_spec
 from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.guidance import EQUATIONS
 from voicehub_aot.spec.program import Program, probe
 
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
+CONDITIONING = ("text_emb", "style_ttl", "latent_mask", "text_mask")
+LOOP_SCALARS = {"total_step"}
+DERIVED = {"nfe"}  # what follows from the others
+
+
+def _check_case(case: Case) -> None:
+    if case.kind == "sampler":
+        case.check_inputs(("noise", *CONDITIONING))
+        case.check_scalars(DERIVED, LOOP_SCALARS)
+    else:
+        case.check_inputs(("noisy_latent", "current_step", "total_step", *CONDITIONING))
+        case.check_scalars(())
 
 
 def case_program(case: Case) -> Program:
-    if case.kind == "sampler":
-        return program(int(case.scalars["total_step"]))
-    times = case.inputs["current_step"] / case.inputs["total_step"]
-    return probe(sorted(set(times.reshape(-1).tolist())))
+    _check_case(case)
+    if case.kind != "sampler":
+        times = case.inputs["current_step"] / case.inputs["total_step"]
+        return probe(sorted(set(times.reshape(-1).tolist())))
+    return program(int(case.scalars["total_step"]))
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     """Padded batches as upstream runs them, the edge at the tensor's end; `alone_b` from the same batch, exact edge."""
-    return _replay_sampler(case, sampler) if case.kind == "sampler" else _replay_region(case, sampler)
+    _check_case(case)
+    return _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
 
 
 def _prefix_lengths(case: Case, name: str) -> Tensor:
@@ -34,7 +47,7 @@ def _prefix_lengths(case: Case, name: str) -> Tensor:
     mask = case.inputs[name][:, 0]
     lengths = mask.sum(1).long()
     if not torch.equal(mask, (torch.arange(mask.shape[1]) < lengths[:, None]).to(mask.dtype)):
-        raise UsageError(f"{case.name}: {name} is no prefix mask, 1 up to a row's length and 0 beyond")
+        raise UsageError(f"{case.name}: {name} is not a prefix mask: it must be 1 up to a row's length, and 0 beyond")
     return lengths
 
 
@@ -50,7 +63,7 @@ def _request(case: Case) -> dict[str, Any]:
     }
 
 
-def _replay_region(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     spec, request, results = region_spec(config_from(case.config)), _request(case), dict[str, Tensor]()
     steps = torch.stack([case.inputs["current_step"], case.inputs["total_step"]], dim=1)
     for pair in torch.unique(steps, dim=0):  # a region has one time for all rows, upstream's graph one for each
@@ -72,7 +85,7 @@ def _replay_region(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     return results | {f"alone_{b}": alone[b : b + 1, :, :n] for b, n in enumerate(request["lengths"].tolist())}
 
 
-def _replay_sampler(case: Case, sampler: Sampler) -> dict[str, Tensor]:
+def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     chosen = program(int(case.scalars["total_step"]))
     noise = case.inputs["noise"] * case.inputs["latent_mask"]
     states = list(sampler.trajectory(noise=noise, program=chosen.name, **_request(case)))

@@ -1,262 +1,136 @@
-"""Reads Supertonic's released `vector_estimator.onnx`: weights under module paths, and what shapes do not tell.
-
-The release has no other weight file. Convolutions, norms, biases and tokens keep their torch names in it. Weights of
-linears lost theirs (`onnx::MatMul_3384`, [in, out], numbered differently in every export): they are found by the
-node that consumes them, whose name still holds the module path, or by the bias added behind it.
-"""
+"""Supertonic's released sizes, and how its checkpoints are read: the ONNX graph, or the same keys in .safetensors."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
+import math
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from torch import Tensor
 
-from voicehub_aot.adapters.f5tts.sizes import count, size
-from voicehub_aot.adapters.supertonic.net import Config
-from voicehub_aot.errors import CheckpointMismatch, MissingDependency
+from voicehub_aot.adapters.supertonic.graph import FIELD, PREFIXES, STYLE_KEY, read_graph
+from voicehub_aot.adapters.supertonic.net import Config, VectorEstimator
+from voicehub_aot.errors import CheckpointMismatch, UsageError
+from voicehub_aot.spec.checkpoint import Reading, check_shapes, check_sizes, only_tensors, read_weights
+from voicehub_aot.spec.hyperparameters import config_of, named_config, not_positive, refuse
+from voicehub_aot.spec.network import count, size, unfilled
 
-STYLE_KEY = "style_key"  # our name for the conditional key bank, which has no torch name in the graph
-INPUTS = ("noisy_latent", "text_emb", "style_ttl", "latent_mask", "text_mask", "current_step", "total_step")
-SIBLINGS = {
-    ("style_dp", "text_ids", "text_mask"): "duration_predictor.onnx",
-    ("style_ttl", "text_ids", "text_mask"): "text_encoder.onnx",
-    ("latent",): "vocoder.onnx",
+NAME = "supertonic"
+GRAPH = "vector_estimator.onnx"
+
+# --- hyperparameters
+
+_V2 = Config(
+    version=2,
+    intermediate_dim=1024,
+    text_attn_units=256,
+    text_n_heads=4,
+    guidance_in_graph=False,
+    guidance_cond=1.0,
+    guidance_uncond=0.0,
+)
+_TINY: dict[str, Any] = {
+    "latent_channels": 12,
+    "hidden": 32,
+    "n_blocks": 2,
+    "n_last_convnext": 2,
+    "time_dim": 16,
+    "time_hdim": 24,
+    "text_dim": 24,
+    "style_dim": 24,
+    "n_style": 7,
+    "max_positions": 100,
 }
-PREFIXES = {"vector_estimator.tts.ttl.": 3, "tts.ttl.": 2}
-FIELD = "vector_field."
-STYLE_BLOCK, TEXT_BLOCK = FIELD + "main_blocks.5.attention.", FIELD + "main_blocks.3.attn."
-STYLE_KEY_FALLBACKS = ("/vector_estimator/Expand_output_0", "/Expand_output_0")
-PASSED_THROUGH = ("Identity", "Cast", "Expand", "Tile", "Unsqueeze", "Concat")  # Concat: the conditional half is first
-QUANTISED = {
-    *("DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"),
-    *("MatMulNBits", "QGemm"),
+CONFIGS: Mapping[str, Config] = {
+    "supertonic-3": Config(),
+    "supertonic-2": _V2,
+    "supertonic": _V2,
+    "tiny": Config(**_TINY, intermediate_dim=64, text_attn_units=32, text_n_heads=4),
+    "tiny-v2": replace(_V2, **_TINY, intermediate_dim=48, text_attn_units=24, text_n_heads=2),
 }
-FORMULAS = ("attn.theta", "attn.increments")
-LINEAR_NODE = re.compile(r"/(?:vector_estimator/)?(vector_field/\S+/linear)/(?:MatMul|Gemm)")
-DEPTHWISE = re.compile(r"vector_field\.(main_blocks\.\d+|last_convnext)\.convnext\.(\d+)\.dwconv\.weight")
+FACTORS = ("latent_dim", "chunk_compress_factor")  # upstream's, of latent_channels
 
 
-class Graph:
-    """A loaded graph with its edges: constants by name, producers and consumers of each value."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import onnx
-        except ImportError as error:
-            raise MissingDependency(f"{path}: reading it needs onnx; pip install 'voicehub-aot[onnx]'") from error
-        try:
-            graph = onnx.load(str(path)).graph
-        except Exception as error:  # protobuf's, onnx's and plain OS errors
-            raise CheckpointMismatch(f"{path}: not a readable ONNX file ({error!r}); download it again") from error
-        self.path = path
-        self.nodes: list[Any] = list(graph.node)
-        self.inputs = [i.name for i in graph.input]
-        self.initializers: dict[str, Any] = {i.name: i for i in graph.initializer}
-        self.producer: dict[str, Any] = {name: node for node in self.nodes for name in node.output}
-        self.consumers: dict[str, list[Any]] = defaultdict(list)
-        for node in self.nodes:
-            for name in node.input:
-                self.consumers[name].append(node)
-
-    def constant(self, name: str) -> np.ndarray[Any, Any] | None:
-        """The value of an initializer or Constant, also behind Identity (how an exporter stores equal tensors once)."""
-        from onnx import helper, numpy_helper
-
-        if name in self.initializers:
-            try:
-                return numpy_helper.to_array(self.initializers[name])
-            except Exception as error:  # too few bytes, a dtype that numpy lacks
-                raise CheckpointMismatch(f"{self.path}: {name} is unreadable ({error}); download it again") from error
-        node = self.producer.get(name)
-        if node is not None and node.op_type == "Identity":
-            return self.constant(node.input[0])
-        if node is not None and node.op_type == "Constant":
-            value = helper.get_attribute_value(node.attribute[0])
-            return numpy_helper.to_array(value) if node.attribute[0].name == "value" else np.asarray(value)
-        return None
-
-    def scalar(self, name: str) -> float | None:
-        value = self.constant(name)
-        return float(value.item()) if value is not None and value.size == 1 else None
-
-    def attribute(self, node: Any, name: str, default: Any) -> Any:
-        from onnx import helper
-
-        return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
-
-    def source(self, name: str) -> np.ndarray[Any, Any] | None:
-        """The constant that `name` repeats, casts or begins with; None if it is computed."""
-        value, node = self.constant(name), self.producer.get(name)
-        if value is None and node is not None and node.op_type in PASSED_THROUGH:
-            return self.source(node.input[0])
-        return value
-
-
-def read_graph(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """-> (hyperparameters that shapes do not tell, weights under released names, linears [out, in], `style_key`)."""
-    graph = Graph(path)
-    if not set(INPUTS) <= set(graph.inputs):
-        found = SIBLINGS.get(tuple(sorted(graph.inputs)), "another graph")
-        raise CheckpointMismatch(f"{path}: this is {found}, with inputs {graph.inputs!r}; wanted vector_estimator.onnx")
-    names = [*graph.initializers, *(n.output[0] for n in graph.nodes if n.op_type == "Identity")]
-    prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in names)), None)
-    if prefix is None:
-        raise CheckpointMismatch(f"{path}: no weight is named {' or '.join(p + '…' for p in PREFIXES)}")
-    if quantised := sorted({n.op_type for n in graph.nodes} & QUANTISED):
-        raise CheckpointMismatch(f"{path}: a quantised graph ({', '.join(quantised)}); give the released float one")
-    linears = _linears(graph, prefix)
-    arrays: dict[str, np.ndarray[Any, Any] | None] = {
-        name: graph.constant(name) for name in names if name.startswith(prefix) and not name.endswith(FORMULAS)
+def fault(config: Config) -> str | None:
+    """What is wrong with the hyperparameters' values, if anything."""
+    c = config
+    if wrong := not_positive(vars(c), [f.name for f in fields(c) if f.type == "int"]):
+        return wrong
+    numbers = {"rotary_base": c.rotary_base, "rotary_scale": c.rotary_scale, "layer_norm_eps": c.layer_norm_eps}
+    heads = f"text_n_heads={c.text_n_heads!r} must divide text_attn_units={c.text_attn_units!r}, to even widths"
+    style = f"style_n_heads={c.style_n_heads!r} must divide style_dim={c.style_dim!r}"
+    factors = f"guidance_cond={c.guidance_cond!r} - guidance_uncond={c.guidance_uncond!r} must be 1"
+    rules = {
+        f"dilations_0={c.dilations_0!r} must be positive integers": c.dilations_0 and min(c.dilations_0) > 0,
+        **{f"{name}={value!r} must be positive": 0 < value < math.inf for name, value in numbers.items()},
+        heads: c.text_attn_units % (2 * c.text_n_heads) == 0,
+        style: c.style_dim % c.style_n_heads == 0,
+        f"ksz={c.ksz!r} must be odd": c.ksz % 2 == 1,
+        f"time_dim={c.time_dim!r} must be even": c.time_dim % 2 == 0,
+        factors: math.isclose(c.guidance_cond - c.guidance_uncond, 1.0),
     }
-    arrays |= {f"{prefix}{module}.weight": weight for module, (_, weight) in linears.items()}
-    arrays[STYLE_KEY] = _style_key(graph, linears)
-    weights = {name: _tensor(path, name, array) for name, array in arrays.items() if array is not None}
-    return _facts(str(path), graph, prefix, linears), weights
+    return "; ".join(rule for rule, kept in rules.items() if not kept) or None
 
 
-def _tensor(path: Path, name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """In the graph's own dtype, so that what is not a float is seen; bfloat16, unknown to numpy, becomes float32."""
-    if array.dtype.name == "bfloat16":
-        array = array.astype(np.float32)
-    try:
-        return torch.from_numpy(np.array(array, order="C"))
-    except TypeError as error:
-        raise CheckpointMismatch(
-            f"{path}: {name} is {array.dtype.name}; give the graph that was not quantised"
-        ) from error
+def config_from(values: Mapping[str, Any]) -> Config:
+    """Names as in `Config`; latent_dim * chunk_compress_factor stands for latent_channels."""
+    given = {name: value for name, value in values.items() if name not in FACTORS}
+    factors = {name: values[name] for name in FACTORS if name in values}
+    refuse(NAME, not_positive(factors, factors))
+    product = math.prod(factors.values())
+    if len(factors) == 2 and given.setdefault("latent_channels", product) != product:
+        raise UsageError(f"{NAME}: latent_channels {given['latent_channels']!r} is not the product of {factors!r}")
+    config = config_of(NAME, Config, given, FACTORS)
+    refuse(NAME, fault(config))
+    return config
 
 
-Linears = Mapping[str, tuple[Any, np.ndarray[Any, Any]]]
+# --- keys and shapes
 
 
-def _linears(graph: Graph, prefix: str) -> Linears:
-    """Module path -> (node, weight [out, in])."""
-    found = {}
-    for node in graph.nodes:
-        weight = graph.constant(node.input[1]) if node.op_type in ("MatMul", "Gemm") else None
-        if weight is None or weight.ndim != 2:
-            continue
-        match = LINEAR_NODE.fullmatch(node.name)
-        biases = [name for user in graph.consumers[node.output[0]] if user.op_type == "Add" for name in user.input]
-        biases += node.input[2:]
-        named = [b.removeprefix(prefix).removesuffix(".bias") for b in biases if b.endswith(".linear.bias")]
-        module = match[1].replace("/", ".") if match else next(iter(named), None)
-        if module is not None:
-            found[module] = (node, weight if graph.attribute(node, "transB", 0) else weight.T)
-    return found
+def network(config: Config) -> VectorEstimator:
+    return unfilled(VectorEstimator, config)
 
 
-def _style_key(graph: Graph, linears: Linears) -> np.ndarray[Any, Any] | None:
-    """[1, n, width]: what feeds the key projection of the first style attention."""
-    consumer = linears.get(STYLE_BLOCK + "W_key.linear")
-    candidates = [graph.source(consumer[0].input[0])] if consumer else []
-    candidates += [graph.constant(name) for name in STYLE_KEY_FALLBACKS]
-    value = next((c for c in candidates if c is not None and c.ndim >= 2), None)
-    return None if value is None else value.reshape(-1, *value.shape[-2:])[:1]
+def released_key(config: Config, name: str) -> str:
+    return name if name == STYLE_KEY else config.prefix + name
 
 
-def _facts(where: str, graph: Graph, prefix: str, linears: Linears) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    theta, increments = (graph.constant(f"{prefix}{TEXT_BLOCK}{name}") for name in ("theta", "increments"))
-    if increments is not None:
-        facts["max_positions"] = int(increments.size)
-    if theta is not None:
-        facts |= _rotary(where, theta.reshape(-1), linears)
-    epsilons = {graph.attribute(n, "epsilon", 1e-5) for n in graph.nodes if n.op_type == "LayerNormalization"}
-    if len(epsilons) == 1:
-        facts["layer_norm_eps"] = float(f"{epsilons.pop():.6g}")  # float32 in the file
-    heads = _heads(graph, linears.get(STYLE_BLOCK + "W_query.linear"))
-    if heads is not None:
-        facts["style_n_heads"] = heads
-    facts |= _dilations(where, graph, prefix)
-    _check_score_scale(where, graph, linears)
-    if any("uncond_masker" in name for name in graph.initializers):
-        facts["guidance_cond"], facts["guidance_uncond"] = _guidance(where, graph)
-    return facts
+def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    return {released_key(config, k): tuple(v.shape) for k, v in network(config).state_dict().items()}
 
 
-def _rotary(where: str, theta: np.ndarray[Any, Any], linears: Linears) -> dict[str, Any]:
-    """theta_j = scale * base ** (-j / half), one for each pair of a head's channels."""
-    half, scale = theta.size, float(theta[0]) if theta.size else 0.0
-    if not (np.isfinite(theta).all() and (theta > 0).all() and half):
-        raise CheckpointMismatch(f"{where}: theta {theta!r} is not a row of positive numbers; download it again")
-    base = round(float(theta[0] / theta[-1]) ** (half / (half - 1))) if half > 1 else 10000
-    if not np.allclose(theta, scale * base ** (-np.arange(half) / half), rtol=1e-4):
-        raise CheckpointMismatch(f"{where}: theta {theta!r} is not {scale!r} * {base!r} ** (-j / {half})")
-    facts = {"rotary_scale": scale, "rotary_base": float(base)}
-    query = linears.get(TEXT_BLOCK + "W_query.linear")
-    return facts | ({"text_n_heads": len(query[1]) // (2 * half)} if query else {})
+def formula_weights(config: Config) -> dict[str, Tensor]:
+    """None: theta and the positions are formulas in upstream's graph, and our checkpoints do not hold them."""
+    return {}
 
 
-def _heads(graph: Graph, query: tuple[Any, Any] | None) -> int | None:
-    """From the Reshape or Split that follows a query projection and its bias; None if there is neither."""
-    if query is None:
-        return None
-    after = [n for add in graph.consumers[query[0].output[0]] for n in graph.consumers[add.output[0]]]
-    for node in after:
-        if node.op_type == "Split":
-            return len(node.output)
-        if node.op_type == "Reshape":
-            shape, concat = graph.constant(node.input[1]), graph.producer.get(node.input[1])
-            if shape is not None and shape.size == 4:
-                return int(shape[2])
-            if concat is not None and concat.op_type == "Concat" and len(concat.input) == 4:
-                heads = graph.scalar(concat.input[2])
-                return None if heads is None else int(heads)
-    return None
+# --- files
 
 
-def _dilations(where: str, graph: Graph, prefix: str) -> dict[str, Any]:
-    """dilations_0 of the first stack; every stack must be as upstream's configuration says."""
-    stacks: dict[str, dict[int, int]] = defaultdict(dict)
-    for node in graph.nodes:
-        match = DEPTHWISE.fullmatch(node.input[1].removeprefix(prefix)) if node.op_type == "Conv" else None
-        if match:
-            stacks[match[1]][int(match[2])] = graph.attribute(node, "dilations", [1])[0]
-    first = tuple(d for _, d in sorted(stacks["main_blocks.0"].items()))
-    for name, stack in stacks.items():
-        repeated = name.startswith("main_blocks.") and int(name.rpartition(".")[2]) % 6 == 0
-        wanted = first if repeated else (1,) * len(stack)
-        if tuple(d for _, d in sorted(stack.items())) != wanted:
-            raise CheckpointMismatch(f"{where}: dilations of {name} are {stack!r}, wanted {wanted!r}")
-    return {"dilations_0": first} if first else {}
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    candidates = [path / "onnx" / GRAPH, path / GRAPH]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise CheckpointMismatch(f"{path}: wanted the released folder, with {' or '.join(map(str, candidates))}")
 
 
-def _check_score_scale(where: str, graph: Graph, linears: Linears) -> None:
-    """Scores are divided by the root of the condition's width; a graph that says otherwise is not this model."""
-    keys = [linears[block + "W_key.linear"] for block in (TEXT_BLOCK, STYLE_BLOCK) if block + "W_key.linear" in linears]
-    wanted = [weight.shape[1] ** 0.5 for _, weight in keys]
-    for node in graph.nodes:
-        producer = graph.producer.get(node.input[0]) if node.op_type == "Div" else None
-        if producer is None or producer.op_type != "MatMul":
-            continue
-        divisor = graph.scalar(node.input[1])
-        if divisor is not None and not any(abs(divisor - w) < 1e-3 for w in wanted):
-            raise CheckpointMismatch(f"{where}: {node.name} divides scores by {divisor!r}, wanted one of {wanted!r}")
-
-
-def _guidance(where: str, graph: Graph) -> tuple[float, float]:
-    """The two factors of `4 * conditional - 3 * unconditional`."""
-    for node in graph.nodes:
-        if node.op_type == "Sub":
-            sides = [graph.producer.get(name) for name in node.input]
-            factors = [_factor(graph, side) for side in sides if side is not None and side.op_type == "Mul"]
-            if len(factors) == 2 and factors[0] is not None and factors[1] is not None:
-                return factors[0], factors[1]
-    raise CheckpointMismatch(f"{where}: has unconditional tokens, but no `a * conditional - b * unconditional`")
-
-
-def _factor(graph: Graph, product: Any) -> float | None:
-    return next((s for s in map(graph.scalar, product.input) if s is not None), None)
+def _own_weights(file: Path, reading: Reading) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """-> (hyperparameters that shapes do not tell, as far as the file does; weights under released keys)."""
+    if file.suffix != ".onnx":
+        return {}, only_tensors(file, read_weights(file, reading)[0], "tensors")
+    if reading.kind:
+        raise CheckpointMismatch(f"{file}: an ONNX graph holds one set of weights; leave --weights-kind out")
+    return read_graph(file)
 
 
 BLOCK = FIELD + "main_blocks.*."
-SIZES: Mapping[str, tuple[tuple[str, int], ...]] = {  # where each is told, as (key, axis)
+SIZES: Mapping[str, tuple[tuple[str, int], ...]] = {  # where each can be read, as (key, axis)
     "latent_channels": ((FIELD + "proj_in.net.weight", 1), (FIELD + "proj_out.net.weight", 0)),
     "hidden": ((FIELD + "proj_in.net.weight", 0), (FIELD + "proj_out.net.weight", 1)),
     "intermediate_dim": ((BLOCK + "convnext.*.pwconv1.weight", 0),),
@@ -271,7 +145,7 @@ N_STYLE = ((STYLE_KEY, 1), ("uncond_masker.style_key_special_token", 1))
 LAYERS = 6  # of a block: convnext, time, convnext, text attention, convnext, style attention
 
 
-def sizes(where: str, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _sizes_of(where: str, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """The hyperparameters that names and shapes tell; one missing tensor changes none of them."""
     prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in weights)), "")
     named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
@@ -289,3 +163,38 @@ def sizes(where: str, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         "n_last_convnext": count(named, FIELD + "last_convnext.convnext"),
         "guidance_in_graph": any(name.startswith("uncond_masker.") for name in named),
     }
+
+
+def _check_agrees(file: Path, name: object, base: Config, values: Mapping[str, Any], fixed: set[str]) -> None:
+    """Sizes may be others, as of a deeper model; what is `fixed` says that it is another one."""
+    own = vars(base)
+    wrong = {k: f"{k} is {v!r}, wanted {own[k]!r}" for k, v in values.items() if own[k] != v}
+    if wrong.keys() & fixed:
+        raise CheckpointMismatch(f"{file}: not the configuration {name!r}: {'; '.join(wrong.values())}")
+
+
+def read_checkpoint(
+    path: Path, config: str | Config | None = None, reading: Reading | None = None
+) -> tuple[Config, dict[str, Tensor]]:
+    """The released folder, its folder `onnx`, `vector_estimator.onnx`, or a .safetensors with the same keys.
+
+    Sizes are the file's. A .safetensors tells neither head counts nor factors: those of `config`, or the released
+    ones (text heads of width 64, two style heads, 4 and 3), are taken then.
+    """
+    base = named_config(NAME, CONFIGS, config)
+    file = _file(path)
+    facts, weights = _own_weights(file, reading or Reading())
+    told = _sizes_of(str(file), weights)
+    if base is not None:
+        if len(base.dilations_0) == len(told["dilations_0"]):
+            told["dilations_0"] = base.dilations_0
+        _check_agrees(file, config, base, {**told, **facts}, {"version", "guidance_in_graph", *facts})
+        found = replace(base, **{**told, **facts})
+    else:
+        unsaid = {"text_n_heads": max(told["text_attn_units"] // 64, 1)}
+        if not told["guidance_in_graph"]:
+            unsaid |= {"guidance_cond": 1.0, "guidance_uncond": 0.0}
+        found = Config(**{**unsaid, **told, **facts})
+    check_sizes(file, fault(found), "a Supertonic vector estimator")
+    check_shapes(str(file), weights, checkpoint_shapes(found))
+    return found, weights

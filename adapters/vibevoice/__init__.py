@@ -5,7 +5,7 @@ modeling_vibevoice_streaming_inference}.py and vibevoice/schedule/dpm_solver.py.
 the hub: microsoft/VibeVoice-Realtime-0.5B, VibeVoice-1.5B, VibeVoice-Large; of their keys those below
 model.prediction_head are read.
 
-Compiled: one evaluation of the head. B rows are streams; there is no length:
+Compiled: one evaluation of the head. B rows are streams, which have no length:
 
     noisy_images  [B, 64]   state      latent of the frame, noise first
     time          [1]       time       step of the training chain, 999 = noise, one for all rows
@@ -21,35 +21,36 @@ are one matrix product for all steps, before the first. H = 896 (Realtime), 1536
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters._tables import TIME_DTYPES, rounded
 from voicehub_aot.adapters.vibevoice.checkpoint import (
     CONFIGS,
     INDEX,
     NAME,
     checkpoint_shapes,
     config_from as config_from,
+    formula_weights as formula_weights,
+    network,
     read_checkpoint as read_checkpoint,
 )
-from voicehub_aot.adapters.vibevoice.net import PREFIX, Config, PredictionHead, module_state
+from voicehub_aot.adapters.vibevoice.net import PREFIX, Config, module_state
 from voicehub_aot.spec import schedule, solver
-from voicehub_aot.spec.checkpoint import check_shapes, loaded
+from voicehub_aot.spec.checkpoint import check_shapes
 from voicehub_aot.spec.guidance import Branch, Guidance
+from voicehub_aot.spec.network import loaded, without_prefix
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Call, Input, Parameter, Region, RegionSpec
 from voicehub_aot.spec.traits import Traits
 
-if TYPE_CHECKING:
-    pass
-
 ALIASES = ("vibe-voice",)
 DEFAULT_CONFIG = "VibeVoice-1.5B"
 DEFAULT_BUCKETS = {"batch": (1,)}  # more rows are another engine: --buckets 8
-RELEASED_DTYPE = torch.bfloat16
 DEFAULT_STEPS = (10, 5)
+RELEASED_DTYPE = torch.bfloat16
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, ("model*.safetensors", INDEX))
 TRAITS = Traits(
     formulation="denoising-diffusion",
@@ -62,9 +63,9 @@ TRAITS = Traits(
 )
 
 
-def formula_weights(config: Config) -> dict[str, Tensor]:
-    """None: every entry is learned."""
-    return {}
+# --- the region
+
+NEGATIVE = "negative"  # the guidance branch of the negative prompt
 
 
 def _guidance(config: Config) -> Guidance:
@@ -73,10 +74,7 @@ def _guidance(config: Config) -> Guidance:
     return Guidance(equation="classifier_free", branches=(Branch(name="conditional"), negative))
 
 
-NEGATIVE = "negative"  # the guidance branch of the negative prompt
-
-
-def _spec(config: Config) -> RegionSpec:
+def region_spec(config: Config) -> RegionSpec:
     latent: Any = {"shape": ("B", config.latent_size), "binding": "STATE"}
     hidden: Any = {"shape": ("B", config.hidden_size), "binding": "REQUEST"}
     flag: Any = {"shape": ("B",), "dtype": "bool", "binding": "REQUEST", "flag": True}
@@ -107,16 +105,13 @@ def _spec(config: Config) -> RegionSpec:
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    check_shapes(f"{NAME} {_spec(config).name}", weights, checkpoint_shapes(config))
-    with torch.device("meta"):
-        module = PredictionHead(config)
-    bare = {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()}
-    return Region(_spec(config), loaded(module, module_state(config, bare)))
+    check_shapes(f"{NAME} {region_spec(config).name}", weights, checkpoint_shapes(config))
+    state = module_state(config, without_prefix(weights, PREFIX))
+    return Region(region_spec(config), loaded(network(config), state))
 
 
-# --- sampling loop
+# --- the sampling loop
 
-TIME_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROGRAM_OPTIONS: Mapping[str, Any] = {"time_dtype": "float32"}
 
 
@@ -129,6 +124,5 @@ def program(steps: int, **options: Any) -> Program:
     chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": TIME_DTYPES})
     chain = schedule.cosine_noise_ratios()
     grid = schedule.training_timesteps(steps, len(chain))
-    exact = torch.tensor(grid.times[:-1])
-    times = exact.to(TIME_DTYPES[chosen["time_dtype"]]).tolist()
+    times = rounded(grid.times[:-1], chosen["time_dtype"])
     return solver.dpm_solver_2m(grid, [*(chain[int(t)] for t in grid.times[:-1]), 0.0], times=times)

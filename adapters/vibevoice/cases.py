@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.vibevoice import program
-from voicehub_aot.errors import UsageError
 from voicehub_aot.spec import schedule
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.guidance import EQUATIONS
 from voicehub_aot.spec.program import Program, probe
 
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
-
-CALL = {"inputs": {"noisy_images", "timesteps", "condition"}, "scalars": {"cfg_scale"}}
-LOOP = {
-    "inputs": {"noise", "condition", "neg_condition"},
-    "scalars": {"num_inference_steps", "cfg_scale", "solver", "timestep_spacing", "final_sigmas_type"}
-    | {"lower_order_final", "euler_at_final", "nfe"},
-}
-LOOP_SETTINGS = {
+CALL_SCALARS = {"cfg_scale"}
+LOOP_SCALARS = {"num_inference_steps", "cfg_scale"}
+DERIVED = {"nfe"}  # what follows from the others
+SETTINGS = {
     "solver": "dpmsolver++ 2M midpoint",
     "timestep_spacing": "linspace",
     "final_sigmas_type": "zero",
@@ -33,17 +27,19 @@ LOOP_SETTINGS = {
 
 
 def _check_case(case: Case) -> None:
-    known = LOOP if case.kind == "sampler" else CALL
-    case.check_inputs(known["inputs"])
-    other = {n: v for n, v in case.scalars.items() if n not in known["scalars"] or LOOP_SETTINGS.get(n, v) != v}
-    if other or (case.kind == "sampler" and not {"num_inference_steps", "cfg_scale"} <= set(case.scalars)):
-        raise UsageError(f"{case.name}: scalars {other or dict(case.scalars)!r} are not understood")
+    if case.kind == "sampler":
+        case.check_inputs(("noise", "condition", "neg_condition"))
+        case.check_scalars({*SETTINGS, *DERIVED}, LOOP_SCALARS)
+        case.check_fixed(SETTINGS)
+    else:
+        case.check_inputs(("noisy_images", "timesteps", "condition"))
+        case.check_scalars(CALL_SCALARS)
 
 
 def case_program(case: Case) -> Program:
     _check_case(case)
     if case.kind != "sampler":
-        return probe(sorted(set(case.inputs["timesteps"].reshape(-1).tolist())))
+        return probe(case.times("timesteps"))
     return program(case.scalars["num_inference_steps"])
 
 
@@ -53,7 +49,7 @@ def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
 
 
 def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    """A guidance pair is rows of one call upstream, [conditional; negative]: each row names its own condition."""
+    """Upstream passes a guidance pair as rows of one call, [conditional; negative]: each row has its own condition."""
     results = {"v": sampler.denoiser()(**case.inputs)}
     if "cfg_scale" in case.scalars:
         results["v_guided"] = EQUATIONS["classifier_free"](results["v"], [case.scalars["cfg_scale"] - 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from voicehub_aot.adapters.f5tts.sizes import count, size
-from voicehub_aot.adapters.vibevoice.net import PREFIX, Config, released_shapes
-from voicehub_aot.errors import CheckpointMismatch, UnknownModel, UsageError
-from voicehub_aot.spec.checkpoint import Reading, read_weights
-from voicehub_aot.spec.hyperparameters import config_of, part_of, without_fixed
+from voicehub_aot.adapters.vibevoice.net import PREFIX, Config, PredictionHead, released_shapes
+from voicehub_aot.errors import CheckpointMismatch
+from voicehub_aot.spec.checkpoint import Reading, check_sizes, only_tensors, read_weights
+from voicehub_aot.spec.hyperparameters import config_of, named_config, not_positive, part_of, refuse, without_fixed
+from voicehub_aot.spec.network import count, size, unfilled, without_prefix
 
 NAME = "vibevoice"
+NAMES = (PREFIX, "prediction_head.")  # of a whole model, and of its inner module; a head alone has neither
+INDEX = "model.safetensors.index.json"
+
+# --- hyperparameters
+
 CONFIGS: Mapping[str, Config] = {
     "VibeVoice-Realtime-0.5B": Config(hidden_size=896, guidance_scale=1.5),
     "VibeVoice-1.5B": Config(hidden_size=1536),
@@ -33,6 +37,14 @@ FIXED: Mapping[str, Any] = {  # of every release
 INERT = {"model_type", "speech_vae_dim", "ddpm_num_inference_steps", "ddpm_batch_mul"}  # they change no evaluation
 
 
+def fault(config: Config) -> str | None:
+    """What is wrong with the hyperparameters' values, if anything."""
+    if wrong := not_positive(vars(config), ("hidden_size", "head_layers", "latent_size")):
+        return wrong
+    ratios = {"head_ffn_ratio": config.head_ffn_ratio, "rms_norm_eps": config.rms_norm_eps}
+    return next((f"{name}={value!r} is not a positive number" for name, value in ratios.items() if not value > 0), None)
+
+
 def config_from(values: Mapping[str, Any]) -> Config:
     """Names as in `Config` and upstream's diffusion_head_config, or a whole released config.json that holds one."""
     if "diffusion_head_config" in values:
@@ -40,24 +52,28 @@ def config_from(values: Mapping[str, Any]) -> Config:
     given = {name: value for name, value in values.items() if name not in INERT}
     given = without_fixed(NAME, given, FIXED, "every release has")
     config = config_of(NAME, Config, given, INERT | set(FIXED))
-    for name in ("hidden_size", "head_layers", "latent_size"):
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{NAME}: {name}={value!r} is no positive integer; give upstream's hyperparameters")
-    for name in ("head_ffn_ratio", "rms_norm_eps", "guidance_scale"):
-        value = getattr(config, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or (value <= 0 and name != "guidance_scale"):
-            raise UsageError(f"{NAME}: {name}={value!r} is no number that it can be; give upstream's hyperparameters")
+    refuse(NAME, fault(config))
     return config
+
+
+# --- keys and shapes
+
+
+def network(config: Config) -> PredictionHead:
+    """Its keys are ours, not the released ones: `module_state` leads from one to the other."""
+    return unfilled(PredictionHead, config)
 
 
 def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {PREFIX + key: shape for key, shape in released_shapes(config).items()}
 
 
-NAMES = (PREFIX, "prediction_head.")  # of a whole model, and of its inner module; a head alone has neither
-INDEX = "model.safetensors.index.json"
+def formula_weights(config: Config) -> dict[str, Tensor]:
+    """None: every entry is learned."""
+    return {}
+
+
+# --- files
 
 
 def _files(path: Path) -> list[Path]:
@@ -81,52 +97,43 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _head(file: Path, reading: Reading) -> dict[str, Tensor]:
-    """Tensors of the head under released keys; the other parts of a whole model are not even read."""
+def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
+    """The head's tensors under released keys; the other parts of a whole model are not even read."""
     content: Mapping[str, Any] = read_weights(file, reading, NAMES)[0]
-    if not any(str(key).startswith(NAMES) for key in content):
+    if not any(key.startswith(NAMES) for key in content):
         content = read_weights(file, reading)[0]
-    weights = {}
-    inside = any(str(key).startswith(NAMES) for key in content)
-    for key, value in content.items():
-        if inside and not str(key).startswith(NAMES):
-            continue
-        if not isinstance(value, Tensor):
-            raise CheckpointMismatch(f"{file}: {key!r} is a {type(value).__name__}, wanted a tensor")
-        weights[PREFIX + str(key).removeprefix(NAMES[0]).removeprefix(NAMES[1])] = value
-    return weights
+    inside = any(key.startswith(NAMES) for key in content)
+    own = only_tensors(file, {k: v for k, v in content.items() if not inside or k.startswith(NAMES)})
+    return {PREFIX + key.removeprefix(NAMES[0]).removeprefix(NAMES[1]): tensor for key, tensor in own.items()}
 
 
-def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
-    """`base` with the sizes that the tensors have; a tensor that is missing leaves the base's."""
-
-    def told(otherwise: int, *places: tuple[str, int]) -> int:
-        return size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
-
-    width = told(base.hidden_size, ("cond_proj.weight", 0), ("noisy_images_proj.weight", 0))
-    inner = told(
-        int(width * base.head_ffn_ratio), ("layers.*.ffn.down_proj.weight", 1), ("layers.*.ffn.up_proj.weight", 0)
-    )
+def _sizes_of(weights: Mapping[str, Tensor], base: Config) -> Config:
+    """weights: bare keys. `base` with the sizes that they have; a tensor that is missing leaves the base's."""
+    width = size(weights, base.hidden_size, ("cond_proj.weight", 0), ("noisy_images_proj.weight", 0))
+    places = (("layers.*.ffn.down_proj.weight", 1), ("layers.*.ffn.up_proj.weight", 0))
+    inner = size(weights, int(width * base.head_ffn_ratio), *places)
     same = int(width * base.head_ffn_ratio) == inner or not width
+    latent = size(weights, base.latent_size, ("noisy_images_proj.weight", 1), ("final_layer.linear.weight", 0))
     return replace(
         base,
         hidden_size=width,
-        head_layers=count(weights, PREFIX + "layers") or base.head_layers,
+        head_layers=count(weights, "layers") or base.head_layers,
         head_ffn_ratio=base.head_ffn_ratio if same else inner / width,
-        latent_size=told(base.latent_size, ("noisy_images_proj.weight", 1), ("final_layer.linear.weight", 0)),
+        latent_size=latent,
     )
 
 
 def read_checkpoint(
     path: Path, config: str | Config | None, reading: Reading | None = None
 ) -> tuple[Config, dict[str, Tensor]]:
-    if isinstance(config, str) and config not in CONFIGS:
-        raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
+    """A released folder, its index, or one file: a whole model, its inner module, or the head alone."""
+    base = named_config(NAME, CONFIGS, config)
     weights: dict[str, Tensor] = {}
     for file in _files(path):
-        weights |= _head(file, reading or Reading())
-    if config is not None:
-        return _sizes(weights, CONFIGS[config] if isinstance(config, str) else config), weights
-    released = CONFIGS["VibeVoice-1.5B"]
-    found = _sizes(weights, released)
-    return next((known for known in CONFIGS.values() if _sizes(weights, known) == known), found), weights
+        weights |= _own_weights(file, reading or Reading())
+    bare = without_prefix(weights, PREFIX)
+    found = _sizes_of(bare, base or CONFIGS["VibeVoice-1.5B"])
+    if base is None:
+        found = next((known for known in CONFIGS.values() if _sizes_of(bare, known) == known), found)
+    check_sizes(path, fault(found), "a VibeVoice checkpoint")
+    return found, weights

@@ -7,13 +7,14 @@ modulations of all layers, and gate and up of each feed-forward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from voicehub_aot.adapters._tables import cosines_first
 
 PREFIX = "model.prediction_head."
 FEATURES = 256  # of the time embedding; no hyperparameter upstream
@@ -85,15 +86,6 @@ def module_state(c: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def wave_features(time: Tensor) -> Tensor:
-    """time: [1], 0 to 999 -> [1, FEATURES], cosines first. Angles reach 999 rad: the products' order is upstream's."""
-    half = FEATURES // 2
-    place = torch.arange(half, dtype=torch.float32, device=time.device)
-    frequencies = torch.exp(-math.log(10000) * place / half)
-    angles = time[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
 class Layer(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -136,8 +128,8 @@ class PredictionHead(nn.Module):
         self, *, noisy_images: Tensor, time: Tensor, condition: Tensor, neg_condition: Tensor, negative: Tensor
     ) -> Tensor:
         chosen = torch.where(negative[:, None], neg_condition, condition)
-        frequencies = wave_features(time)
-        mixed = F.silu(self.cond_proj(chosen) + self.t_embedder(frequencies))
+        waves = cosines_first(time, FEATURES, scale=1.0)
+        mixed = F.silu(self.cond_proj(chosen) + self.t_embedder(waves))
         parts = self.modulations(mixed).chunk(3 * len(self.layers) + 2, dim=-1)
         x = self.noisy_images_proj(noisy_images)
         for i, layer in enumerate(self.layers):

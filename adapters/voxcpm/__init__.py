@@ -23,39 +23,39 @@ cond is the previous patch, zeros before the first. Rows are independent and hav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters._tables import TIME_DTYPES
 from voicehub_aot.adapters.voxcpm.checkpoint import (
     CONFIGS,
     NAME,
     PREFIX,
     checkpoint_shapes,
     config_from as config_from,
+    formula_weights as formula_weights,
     network,
     read_checkpoint as read_checkpoint,
 )
 from voicehub_aot.adapters.voxcpm.net import Config
 from voicehub_aot.errors import OptionUnsupported
 from voicehub_aot.spec import schedule
-from voicehub_aot.spec.checkpoint import check_shapes, loaded
+from voicehub_aot.spec.checkpoint import check_shapes
 from voicehub_aot.spec.guidance import Branch, Guidance
+from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, check_options
 from voicehub_aot.spec.region import Call, Input, Parameter, Region, RegionSpec
 from voicehub_aot.spec.schedule import Schedule
 from voicehub_aot.spec.solver import euler
 from voicehub_aot.spec.traits import Traits
 
-if TYPE_CHECKING:
-    pass
-
 ALIASES = ("voxcpm2",)
 DEFAULT_CONFIG = "VoxCPM2"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {}
-RELEASED_DTYPE = torch.bfloat16
 DEFAULT_STEPS = (10,)
+RELEASED_DTYPE = torch.bfloat16
 HUB_FILES: Mapping[str, tuple[str, ...]] = {
     name: () if name.startswith("tiny") else ("config.json", "model.safetensors", "pytorch_model.bin")
     for name in CONFIGS
@@ -70,6 +70,8 @@ TRAITS = Traits(
     surfaces=("generate_features",),
 )
 
+# --- the region
+
 _CALL = Call(
     parameters=(
         Parameter(name="x", kind="tensor", feeds="x"),
@@ -83,11 +85,6 @@ _CALL = Call(
 )
 
 
-def formula_weights(config: Config) -> dict[str, Tensor]:
-    """None: rotary rows are no checkpoint entries."""
-    return {}
-
-
 def _guidance(config: Config) -> Guidance:
     """Upstream's cfg_value w is scale w - 1 here; released 2. The equation is the config's: it is compiled in."""
     branches = (
@@ -97,7 +94,7 @@ def _guidance(config: Config) -> Guidance:
     return Guidance(equation="zero_star" if config.use_cfg_zero_star else "classifier_free", branches=branches)
 
 
-def _spec(config: Config) -> RegionSpec:
+def region_spec(config: Config) -> RegionSpec:
     c = config
     return RegionSpec(
         name="local_dit",
@@ -124,41 +121,19 @@ def _spec(config: Config) -> RegionSpec:
 
 
 def region(config: Config, weights: Mapping[str, Tensor]) -> Region:
-    check_shapes(NAME, weights, checkpoint_shapes(config))
-    return Region(_spec(config), loaded(network(config), weights, PREFIX))
+    check_shapes(f"{NAME} {region_spec(config).name}", weights, checkpoint_shapes(config))
+    return Region(region_spec(config), loaded(network(config), weights, PREFIX))
 
 
-# --- sampling loop
+# --- the sampling loop
 
 PROGRAM_OPTIONS: Mapping[str, Any] = {
     "sway": 1.0,
     "use_cfg_zero_star": True,  # the loop starts with steps of zero velocity; the equation is the configuration's
     "zero_init_steps": None,  # how many; None = upstream's 4 % of the grid's points, at least 1
-    "mean_mode": False,  # dt is told the denoiser
+    "mean_mode": False,  # the denoiser is given the width of the step as dt
     "time_dtype": "float32",  # what upstream's loop computes its grid and times in: the model's dtype
 }
-TIME_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def program(steps: int, **options: Any) -> Program:
-    """UnifiedCFM.solve_euler. What the denoiser is told is accumulated by subtraction there, in the model's dtype.
-
-    time_dtype: bfloat16 as the checkpoints are released to run; it rounds the grid, hence also the steps taken.
-    """
-    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": TIME_DTYPES})
-    dtype = TIME_DTYPES[chosen["time_dtype"]]
-    grid = swayed(steps, chosen["sway"], dtype)
-    skipped = chosen["zero_init_steps"]
-    if skipped is None:
-        skipped = max(1, int((steps + 1) * 0.04)) if chosen["use_cfg_zero_star"] else 0
-    if not isinstance(skipped, int) or isinstance(skipped, bool) or not 0 <= skipped < steps:
-        raise OptionUnsupported(
-            f"{NAME}: {skipped!r} of {steps} steps have zero velocity, wanted 0 to {steps - 1}, so that one is "
-            "evaluated; ask for more steps, or set zero_init_steps"
-        )
-    times, widths = accumulated(grid, dtype)
-    told = widths if chosen["mean_mode"] else (0.0,) * steps
-    return euler(grid, times=times, extra_times={"dt": told}, skip=skipped)
 
 
 def swayed(steps: int, sway: float | None, dtype: torch.dtype) -> Schedule:
@@ -186,3 +161,24 @@ def accumulated(grid: Schedule, dtype: torch.dtype = torch.float32) -> tuple[tup
         widths.append(float(dt))
         t = t - dt
     return tuple(times), tuple(widths)
+
+
+def program(steps: int, **options: Any) -> Program:
+    """The loop of UnifiedCFM.solve_euler, which computes the times by repeated subtraction, in the model's dtype.
+
+    time_dtype: bfloat16 as the checkpoints are released to run; it rounds the grid, and with it the steps.
+    """
+    chosen = check_options(NAME, PROGRAM_OPTIONS, options, {"time_dtype": TIME_DTYPES})
+    dtype = TIME_DTYPES[chosen["time_dtype"]]
+    grid = swayed(steps, chosen["sway"], dtype)
+    skipped = chosen["zero_init_steps"]
+    if skipped is None:
+        skipped = max(1, int((steps + 1) * 0.04)) if chosen["use_cfg_zero_star"] else 0
+    if not isinstance(skipped, int) or isinstance(skipped, bool) or not 0 <= skipped < steps:
+        raise OptionUnsupported(
+            f"{NAME}: {skipped!r} of {steps} steps have zero velocity, wanted 0 to {steps - 1}, so that one is "
+            "evaluated; ask for more steps, or set zero_init_steps"
+        )
+    times, widths = accumulated(grid, dtype)
+    dt = widths if chosen["mean_mode"] else (0.0,) * steps
+    return euler(grid, times=times, extra_times={"dt": dt}, skip=skipped)

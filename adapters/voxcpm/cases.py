@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from voicehub_aot.adapters import Sampler
 from voicehub_aot.adapters.voxcpm import program
 from voicehub_aot.adapters.voxcpm.checkpoint import config_from
 from voicehub_aot.adapters.voxcpm.net import Config
-from voicehub_aot.errors import UsageError
+from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.guidance import EQUATIONS, LEAST_SQUARE
 from voicehub_aot.spec.program import Program, probe
 
-if TYPE_CHECKING:
-    from voicehub_aot.adapters import Sampler
-    from voicehub_aot.spec.golden import Case
+CALL_SCALARS = {"cfg_value"}
+LOOP_SCALARS = {"temperature", "sway_sampling_coef", "use_cfg_zero_star", "cfg_value", "n_timesteps"}
+DERIVED = {"patch_size", "zero_init_steps", "estimator_calls"}  # what follows from the others, and from the inputs
 
 
 def case_config(case: Case) -> Config:
@@ -52,7 +53,7 @@ def case_program(case: Case) -> Program:
 
 
 def replay(case: Case, sampler: Sampler) -> dict[str, Tensor]:
-    case.check_scalars(SCALARS if case.kind == "sampler" else {"cfg_value"})
+    case.check_scalars({*LOOP_SCALARS, *DERIVED} if case.kind == "sampler" else CALL_SCALARS)
     return _replay_loop(case, sampler) if case.kind == "sampler" else _replay_call(case, sampler)
 
 
@@ -73,16 +74,11 @@ def _replay_call(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     return results
 
 
-SCALARS = {"temperature", "sway_sampling_coef", "use_cfg_zero_star", "cfg_value", "patch_size", "n_timesteps"}
-SCALARS |= {"zero_init_steps", "estimator_calls"}
-
-
 def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     loop, s = case_program(case), case.scalars
     counted = {"estimator_calls": loop.evaluations, "zero_init_steps": loop.steps - loop.evaluations}
     counted["patch_size"] = case.inputs["noise"].shape[2]
-    if wrong := {name: value for name, value in counted.items() if s.get(name, value) != value}:
-        raise UsageError(f"{case.name}: the loop has {wrong!r}, the case {[s[name] for name in wrong]!r}")
+    case.check_fixed(counted)
     *_, patch = sampler.trajectory(
         noise=case.inputs["noise"] * s["temperature"],
         program=loop.name,

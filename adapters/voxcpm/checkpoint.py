@@ -9,52 +9,36 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from voicehub_aot.adapters.f5tts.sizes import count, size
+from voicehub_aot.adapters.voxcpm.factors import FACTORS_32, FACTORS_64
 from voicehub_aot.adapters.voxcpm.net import Config, LocDiT
-from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
-from voicehub_aot.spec.checkpoint import Reading, check_shapes, read_weights, refuse_lora
-from voicehub_aot.spec.hyperparameters import config_of, part_of
+from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UsageError
+from voicehub_aot.spec.checkpoint import (
+    Reading,
+    check_shapes,
+    check_sizes,
+    find,
+    only_tensors,
+    read_weights,
+    refuse_lora,
+)
+from voicehub_aot.spec.hyperparameters import config_of, named_config, not_positive, part_of, refuse
+from voicehub_aot.spec.network import count, shapes_of, size, unfilled, without_prefix
 
 NAME = "voxcpm"
 PREFIX = "feat_decoder.estimator."
-OTHER_PARTS = (  # of a whole-model file: language models, patch encoder, what lies between them, the codec
+OUTSIDE = (  # of a whole-model file: language models, patch encoder, what lies between them, the codec
     *("base_lm.", "residual_lm.", "feat_encoder.", "audio_vae.", "fsq_layer.", "stop_proj.", "stop_head."),
     *("lm_to_dit_proj.", "res_to_dit_proj.", "enc_to_lm_proj.", "fusion_concat_proj."),
 )
 FILES = ("model.safetensors", "pytorch_model.bin")
 
-# short_factor of the released config.json files.
-_FACTORS_64 = (
-    *(0.9977997200264581, 1.014658295992452, 1.0349680404997148, 1.059429246056193, 1.0888815016813513),
-    *(1.1243301355211495, 1.166977103606075, 1.2182568066927284, 1.2798772354275727, 1.3538666751582975),
-    *(1.4426259039919596, 1.5489853358570191, 1.6762658237220625, 1.8283407612492941, 2.0096956085876183),
-    *(2.225478927469756, 2.481536379650452, 2.784415934557119, 3.1413289096347365, 3.560047844772632),
-    *(4.048719380066383, 4.615569542115128, 5.2684819496549835, 6.014438591970396, 6.858830049237097),
-    *(7.804668263503327, 8.851768731513417, 9.99600492938444, 11.228766118181639, 12.536757560834843),
-    *(13.902257701387796, 15.303885189125953, 16.717837610115794, 18.119465097853947, 19.484965238406907),
-    *(20.792956681060105, 22.02571786985731, 23.16995406772833, 24.217054535738416, 25.16289275000465),
-    *(26.007284207271347, 26.753240849586767, 27.40615325712662, 27.973003419175363, 28.461674954469114),
-    *(28.880393889607006, 29.237306864684626, 29.540186419591297, 29.79624387177199, 30.01202719065413),
-    *(30.193382037992453, 30.34545697551969, 30.47273746338473, 30.579096895249787, 30.66785612408345),
-    *(30.741845563814174, 30.80346599254902, 30.85474569563567, 30.897392663720595, 30.932841297560394),
-    *(30.962293553185553, 30.986754758742034, 31.007064503249293, 31.02392307921529),
-)
-_FACTORS_32 = (
-    *(1.0004360675811768, 1.0668443441390991, 1.1631425619125366, 1.3025742769241333, 1.5040205717086792),
-    *(1.7941505908966064, 2.2101221084594727, 2.802666664123535, 3.6389970779418945, 4.804192543029785),
-    *(6.39855432510376, 8.527148246765137, 11.277542114257812, 14.684998512268066, 18.69317054748535),
-    *(23.13019371032715, 27.72362518310547, 32.1606559753418, 36.168827056884766, 39.57627868652344),
-    *(42.32667541503906, 44.45526885986328, 46.04962921142578, 47.21482849121094, 48.05115509033203),
-    *(48.64370346069336, 49.05967712402344, 49.34980392456055, 49.551246643066406, 49.69068145751953),
-    *(49.78697967529297, 49.85338592529297),
-)
+# --- hyperparameters
 
 
 def _released(variant: str, layers: int, head: int, patch: int, factors: tuple[float, ...]) -> Config:
@@ -82,9 +66,9 @@ _TINY: dict[str, Any] = {
     "feat_dim": 7,
 }
 CONFIGS: Mapping[str, Config] = {
-    "VoxCPM2": _released("v2", 12, 128, 4, _FACTORS_64),
-    "VoxCPM1.5": _released("v1", 8, 64, 4, _FACTORS_32),
-    "VoxCPM-0.5B": _released("v1", 4, 64, 2, _FACTORS_32),
+    "VoxCPM2": _released("v2", 12, 128, 4, FACTORS_64),
+    "VoxCPM1.5": _released("v1", 8, 64, 4, FACTORS_32),
+    "VoxCPM-0.5B": _released("v1", 4, 64, 2, FACTORS_32),
     "tiny": Config(variant="v2", kv_channels=10, rope_factors=(1.0, 1.2, 1.7, 2.6, 4.1), mu_tokens=2, **_TINY),
     "tiny-v1": Config(
         variant="v1", kv_channels=8, rope_factors=(1.0, 1.2, 1.7, 2.6), patch_size=3, context_size=3, **_TINY
@@ -97,12 +81,10 @@ SIZES = (
 )
 
 
-def checked(config: Config) -> Config:
-    """UsageError for values that no such network can have."""
-    for name in SIZES:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{NAME}: {name}={value!r} is no positive integer")
+def fault(config: Config) -> str | None:
+    """What is wrong with the hyperparameters' values, if anything."""
+    if wrong := not_positive(vars(config), SIZES):
+        return wrong
     c = config
     positive = {"rope_scale": c.rope_scale, "rope_theta": c.rope_theta, "rms_norm_eps": c.rms_norm_eps}
     faults = {f"{name}={value!r} is not positive": not value > 0 for name, value in positive.items()} | {
@@ -111,17 +93,13 @@ def checked(config: Config) -> Config:
         f"mu_tokens={c.mu_tokens!r}, but v1 has 1": c.variant == "v1" and c.mu_tokens != 1,
         f"hidden_size={c.hidden_size!r} is odd or less than 4": c.hidden_size % 2 == 1 or c.hidden_size < 4,
         f"kv_channels={c.kv_channels!r} is odd": c.kv_channels % 2 == 1,
-        f"num_attention_heads={c.num_attention_heads!r} is no multiple of num_key_value_heads="
+        f"num_attention_heads={c.num_attention_heads!r} is not a multiple of num_key_value_heads="
         f"{c.num_key_value_heads!r}": c.num_attention_heads % c.num_key_value_heads != 0,
-        f"{len(c.rope_factors)} rotary factors for heads of {c.kv_channels!r}; wanted {c.kv_channels // 2}": len(
-            c.rope_factors
-        )
-        != c.kv_channels // 2,
+        f"{len(c.rope_factors)} rotary factors for heads of {c.kv_channels!r}; wanted {c.kv_channels // 2}": (
+            len(c.rope_factors) != c.kv_channels // 2
+        ),
     }
-    for fault, is_so in faults.items():
-        if is_so:
-            raise UsageError(f"{NAME}: {fault}; give upstream's hyperparameters")
-    return config
+    return next((fault for fault, is_so in faults.items() if is_so), None)
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
@@ -135,9 +113,13 @@ def config_from(values: Mapping[str, Any]) -> Config:
         return _of_release(given, own)
     if "decoder" in given:
         return _of_decoder(given, own)
-    known = [f.name for f in fields(Config)]
-    _only(given, known, "hyperparameters")
-    return checked(config_of(NAME, Config, {**given, **own}))
+    return _checked({**given, **own})
+
+
+def _checked(values: Mapping[str, Any]) -> Config:
+    config = config_of(NAME, Config, values)
+    refuse(NAME, fault(config))
+    return config
 
 
 def _only(values: Mapping[str, Any], known: list[str], what: str) -> None:
@@ -202,14 +184,12 @@ def _of_decoder(values: Mapping[str, Any], own: Mapping[str, Any]) -> Config:
     given = {name: value for name, value in values.items() if name != "decoder"}
     derived = {"context_size": patch, "mu_tokens": 2 if values["variant"] == "v2" else 1, "use_mup": True}
     rope = {"kv_channels": width, "rope_factors": factors, "rope_scale": scale}
-    return checked(config_of(NAME, Config, {**derived, **decoder, **given, **own, **rope}))
+    return _checked({**derived, **decoder, **given, **own, **rope})
 
 
 def _size(values: Mapping[str, Any], name: str) -> int:
-    value = values[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{NAME}: {name}={value!r} is no positive integer; give upstream's hyperparameters")
-    return value
+    refuse(NAME, not_positive(values, (name,)))
+    return int(values[name])
 
 
 def _rope(scaling: Mapping[str, Any], longest: Any) -> tuple[tuple[float, ...], float]:
@@ -230,33 +210,32 @@ def _rope(scaling: Mapping[str, Any], longest: Any) -> tuple[tuple[float, ...], 
     return tuple(map(float, factors)), math.sqrt(1 + math.log(longest / original) / math.log(original))
 
 
+# --- keys and shapes
+
+
 def network(config: Config) -> LocDiT:
-    """Without storage but for the rotary rows: only keys and shapes, until weights are assigned."""
-    with torch.device("meta"):
-        return LocDiT(config)
+    """Its rotary rows have storage: they are formulas, not weights."""
+    return unfilled(LocDiT, config)
 
 
 def checkpoint_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    return {PREFIX + key: tuple(tensor.shape) for key, tensor in network(config).state_dict().items()}
+    return shapes_of(network(config), PREFIX)
 
 
-def _find(path: Path) -> Path:
-    if path.is_file():
-        return path
-    for name in FILES:
-        if (path / name).is_file():
-            return path / name
-    raise CheckpointMismatch(f"{path}: no {' or '.join(FILES)} in it; name the checkpoint file")
+def formula_weights(config: Config) -> dict[str, Tensor]:
+    """None: rotary rows are not in checkpoints."""
+    return {}
+
+
+# --- files
 
 
 def _own_weights(file: Path, reading: Reading) -> dict[str, Tensor]:
     """The estimator's tensors under released keys, and whatever belongs to no part of the model."""
     content, _ = read_weights(file, reading)
     refuse_lora(file, content)
-    kept = {key: value for key, value in content.items() if not key.startswith(OTHER_PARTS)}
-    if wrong := sorted(key for key, value in kept.items() if not isinstance(value, Tensor)):
-        raise CheckpointMismatch(f"{file}: {wrong[0]!r} is a {type(kept[wrong[0]]).__name__}, wanted tensors")
-    return kept
+    own = {key: value for key, value in content.items() if not key.startswith(OUTSIDE)}
+    return only_tensors(file, own, "tensors")
 
 
 def _config_beside(file: Path) -> Config | None:
@@ -270,28 +249,33 @@ def _config_beside(file: Path) -> Config | None:
         raise CheckpointMismatch(f"{path}: {error}; wanted the config.json of a VoxCPM release") from error
 
 
-def _sizes(weights: Mapping[str, Tensor], base: Config) -> Config:
-    """`base` with the sizes that the tensors have. The width of a head is the base's: its rotary factors are."""
+def _released_as(file: Path, weights: Mapping[str, Tensor]) -> Config:
+    """The first release that has all of these keys and shapes, and this depth."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in weights.items()}
+    depth = count(weights, PREFIX + "decoder.layers")
+    for known in CONFIGS.values():
+        if known.num_hidden_layers == depth and shapes.items() <= checkpoint_shapes(known).items():
+            return known
+    raise CheckpointMismatch(
+        f"{file}: no config.json beside it, and its {len(weights)} tensors are those of no released model; "
+        "put config.json there, or choose with --config"
+    )
 
-    def told(otherwise: int, *places: tuple[str, int]) -> int:
-        return size(weights, otherwise, *((PREFIX + key, axis) for key, axis in places))
 
-    layer, c = "decoder.layers.*", base
-    query = told(c.num_attention_heads * c.kv_channels, (f"{layer}.self_attn.q_proj.weight", 0))
-    key = told(c.num_key_value_heads * c.kv_channels, (f"{layer}.self_attn.k_proj.weight", 0))
-    found = replace(
+def _sizes_of(weights: Mapping[str, Tensor], base: Config) -> Config:
+    """weights: bare keys. `base` with their sizes. The width of a head is the base's: its rotary factors are."""
+    c, layer = base, "decoder.layers.*"
+    query = size(weights, c.num_attention_heads * c.kv_channels, (f"{layer}.self_attn.q_proj.weight", 0))
+    key = size(weights, c.num_key_value_heads * c.kv_channels, (f"{layer}.self_attn.k_proj.weight", 0))
+    return replace(
         base,
-        hidden_size=told(c.hidden_size, ("in_proj.weight", 0), ("cond_proj.weight", 0)),
-        intermediate_size=told(c.intermediate_size, (f"{layer}.mlp.gate_proj.weight", 0)),
-        num_hidden_layers=count(weights, PREFIX + "decoder.layers") or c.num_hidden_layers,
+        hidden_size=size(weights, c.hidden_size, ("in_proj.weight", 0), ("cond_proj.weight", 0)),
+        intermediate_size=size(weights, c.intermediate_size, (f"{layer}.mlp.gate_proj.weight", 0)),
+        num_hidden_layers=count(weights, "decoder.layers") or c.num_hidden_layers,
         num_attention_heads=query // c.kv_channels,
         num_key_value_heads=key // c.kv_channels,
-        feat_dim=told(c.feat_dim, ("in_proj.weight", 1), ("cond_proj.weight", 1)),
+        feat_dim=size(weights, c.feat_dim, ("in_proj.weight", 1), ("cond_proj.weight", 1)),
     )
-    try:
-        return checked(found)
-    except UsageError as error:
-        raise CheckpointMismatch(f"the checkpoint's tensors have impossible shapes: {error}") from error
 
 
 def read_checkpoint(
@@ -301,22 +285,11 @@ def read_checkpoint(
 
     Sizes that the tensors tell are theirs.
     """
-    if isinstance(config, str) and config not in CONFIGS:
-        raise UnknownModel(f"{NAME}: configuration {config!r} is not known; known are {', '.join(CONFIGS)}")
-    file = _find(path)
+    given = named_config(NAME, CONFIGS, config)
+    file = find(path, FILES)
     weights = _own_weights(file, reading or Reading())
-    found = CONFIGS[config] if isinstance(config, str) else config or _config_beside(file)
-    if found is None:
-        shapes = {key: tuple(tensor.shape) for key, tensor in weights.items()}
-        depth = count(weights, PREFIX + "decoder.layers")
-        deep = [known for known in CONFIGS.values() if known.num_hidden_layers == depth]
-        fitting = [known for known in deep if shapes.items() <= checkpoint_shapes(known).items()]
-        if not fitting:
-            raise CheckpointMismatch(
-                f"{file}: no config.json beside it, and its {len(weights)} tensors are those of no released model; "
-                "put config.json there, or choose with --config"
-            )
-        found = fitting[0]
-    found = _sizes(weights, found)
+    base = given or _config_beside(file) or _released_as(file, weights)
+    found = _sizes_of(without_prefix(weights, PREFIX), base)
+    check_sizes(file, fault(found), "a VoxCPM checkpoint")
     check_shapes(str(file), weights, checkpoint_shapes(found))
     return found, weights

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from voicehub_aot.adapters._tables import Rope, sines_first
 from voicehub_aot.kernels.attention import attention
-
-Rope = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,17 +82,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.view(*x.shape[:-1], 2, -1).unbind(-2)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2).flatten(-2)
-
-
-def sines(value: Tensor, dim: int) -> Tensor:
-    """value: [1] -> [1, dim]: all sines, then all cosines, of 1000 value times falling frequencies.
-
-    In the value's dtype throughout, as upstream has it: in bfloat16 the rounding of 1000 rad is part of the model.
-    """
-    decay = -math.log(10000) / (dim // 2 - 1)
-    frequencies = torch.exp(torch.arange(dim // 2, dtype=value.dtype, device=value.device) * decay)
-    angles = 1000 * value[:, None] * frequencies
-    return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class TimestepEmbedding(nn.Module):
@@ -226,7 +214,7 @@ class LocDiT(nn.Module):
 
     def forward(self, *, x: Tensor, time: Tensor, dt: Tensor, mu: Tensor, cond: Tensor, drop_mu: Tensor) -> Tensor:
         width = self.config.hidden_size
-        tau = self.time_mlp(sines(time, width)) + self.delta_time_mlp(sines(dt, width))
+        tau = self.time_mlp(sines_first(time, width)) + self.delta_time_mlp(sines_first(dt, width))
         tokens = mu.masked_fill(drop_mu[:, None], 0.0).view(-1, self.config.mu_tokens, width)
         previous = self.cond_proj(cond.transpose(1, 2))
         if self.config.variant == "v1":

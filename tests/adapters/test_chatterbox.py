@@ -318,7 +318,7 @@ def test_hyperparameters_are_upstreams() -> None:
         ({"chanels": [32]}, UsageError, "chanels"),
         ({"in_channels": 81}, UsageError, "4 x out_channels"),
         ({"num_heads": 0}, UsageError, "num_heads=0"),
-        ({"channels": ["32"]}, UsageError, "no positive integer"),
+        ({"channels": ["32"]}, UsageError, "not a positive integer"),
     ],
 )
 def test_config_errors_say_what_is_known(change: dict[str, Any], error: type[Exception], words: str) -> None:

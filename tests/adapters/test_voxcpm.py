@@ -17,7 +17,7 @@ from torch import Tensor
 
 from voicehub_aot.adapters import voxcpm
 from voicehub_aot.adapters.voxcpm import cases
-from voicehub_aot.adapters.voxcpm.checkpoint import OTHER_PARTS, PREFIX
+from voicehub_aot.adapters.voxcpm.checkpoint import OUTSIDE, PREFIX
 from voicehub_aot.adapters.voxcpm.net import Config, rope_rows
 from voicehub_aot.compiler.export import export_region
 from voicehub_aot.compiler.split import Stages, split
@@ -183,7 +183,7 @@ def released(config: Config) -> dict[str, Any]:
 
 
 def whole_model(config: Config) -> dict[str, Tensor]:
-    others = {f"{part}some.weight": torch.zeros(1) for part in OTHER_PARTS}
+    others = {f"{part}some.weight": torch.zeros(1) for part in OUTSIDE}
     return {**{k: v.bfloat16() for k, v in weights_of(config).items()}, **others}
 
 
@@ -307,8 +307,8 @@ def test_heads_divide_the_width_where_their_size_is_not_given() -> None:
     [
         ({"hidden_sizes": 3}, UsageError, "hidden_sizes"),
         ({"variant": "v3"}, UsageError, "variant='v3' is not one of"),
-        ({"num_hidden_layers": 0}, UsageError, "num_hidden_layers=0 is no positive integer"),
-        ({"num_attention_heads": 5}, UsageError, "no multiple of num_key_value_heads=2"),
+        ({"num_hidden_layers": 0}, UsageError, "num_hidden_layers=0 is not a positive integer"),
+        ({"num_attention_heads": 5}, UsageError, "not a multiple of num_key_value_heads=2"),
         ({"kv_channels": 12}, UsageError, "5 rotary factors for heads of 12; wanted 6"),
         ({"variant": "v1"}, UsageError, "mu_tokens=2, but v1 has 1"),
         ({"hidden_size": 41}, UsageError, "hidden_size=41 is odd"),

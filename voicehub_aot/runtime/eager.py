@@ -39,7 +39,7 @@ class EagerPrepared:
     inputs: Mapping[str, torch.Tensor]
     program: Program
 
-    def _call(self, evaluation: int, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def velocity(self, evaluation: int, state: torch.Tensor) -> torch.Tensor:
         spec, dtype = self.evaluator.region.spec, self.evaluator.dtype
         clock = {
             n: torch.tensor([t], dtype=dtype, device="cpu")
@@ -47,14 +47,7 @@ class EagerPrepared:
         }
         with torch.no_grad():
             result = self.evaluator.region.module(**{spec.state.name: state.to(dtype)}, **clock, **self.inputs)
-        return result if isinstance(result, tuple) else (result,)
-
-    def velocity(self, evaluation: int, state: torch.Tensor) -> torch.Tensor:
-        return self._call(evaluation, state)[0]
-
-    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
-        names = self.evaluator.region.spec.outputs[1:]
-        return dict(zip(names, self._call(0, state)[1:], strict=True)) if names else {}
+        return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
 
     def blocks(self, wanted: Sequence[int], rows: int) -> EagerPrepared:
         kept = row_blocks(wanted, rows)

@@ -23,8 +23,6 @@ class Prepared(Protocol):
 
     def velocity(self, evaluation: int, state: torch.Tensor) -> torch.Tensor: ...
 
-    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]: ...
-
     def blocks(self, wanted: Sequence[int], rows: int) -> Prepared:
         """The same request with some of its row blocks, each of `rows` rows: guidance branches, say."""
 
@@ -118,9 +116,6 @@ class EnginePrepared:
         call = self.calls[evaluation]
         call[self.state_at] = state
         return self.engine(call)[0]
-
-    def exposed(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: self.values[name] for name in self.spec.outputs[1:]}
 
     def blocks(self, wanted: Sequence[int], rows: int) -> EnginePrepared:
         values, changing = dict(self.values), dict(self.changing)

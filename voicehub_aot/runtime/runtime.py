@@ -208,20 +208,6 @@ class Runtime:
             blocks = torch.split(velocity, laid_out.batch)
             return torch.cat([laid_out.crop(block) for block in blocks])
 
-    def exposed(self, state: torch.Tensor, **request: Any) -> dict[str, torch.Tensor]:
-        """The region's request values (`spec.outputs[1:]`), packed over all branches, cropped to `state`'s sizes."""
-        self._turns.check()
-        program = next(iter(self.programs.values()))
-        with self._turns:
-            laid_out = self._read(state, request, range(self._branches))
-            inputs = laid_out.packed(range(self._branches))
-            whole = laid_out.state.repeat(self._branches, *(1,) * (laid_out.state.dim() - 1))
-            values = self.evaluator.prepare(inputs, program, laid_out.sizes).exposed(whole)
-            if self.spec.main_dim is None:
-                return values
-            frames = laid_out.given[self.spec.main_dim]
-            return {name: value.narrow(1, 0, frames) for name, value in values.items()}
-
     def stepper(self, state: torch.Tensor, program: str, evaluation: int, **request: Any) -> Callable[[], torch.Tensor]:
         """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
         self._turns.check()

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from voicehub_aot.errors import CheckpointMismatch, MissingDependency, UsageError
 
@@ -38,7 +37,7 @@ def locate(source: str, hub_files: Iterable[str]) -> Path:
             path = Path(source).expanduser()
             exists = source != "" and path.exists()  # "" would be the current folder
         except (OSError, RuntimeError) as error:  # an endless name, an unknown ~user
-            raise CheckpointMismatch(f"checkpoint {source!r} is no path ({_first_line(error)})") from error
+            raise CheckpointMismatch(f"checkpoint {source!r} is not a path ({_first_line(error)})") from error
         if not exists:
             raise CheckpointMismatch(f"checkpoint {source!r} does not exist; give a file, a folder, or hf:owner/name")
         _check_not_adapter(path)
@@ -60,6 +59,24 @@ def locate(source: str, hub_files: Iterable[str]) -> Path:
             f"{source}: could not be fetched ({type(error).__name__}: {_first_line(error)}){why}; check the id and "
             "the network, or download it and give the local path"
         ) from error
+
+
+def find(path: Path, patterns: Sequence[str], advice: str = "name one file") -> Path:
+    """`path` itself if it is a file, else the one file below it that matches the first pattern that any file does.
+
+    Raises CheckpointMismatch, with this advice if several files match one pattern.
+    """
+    if path.is_file():
+        return path
+    for pattern in patterns:
+        found = sorted(path.glob(pattern))
+        if len(found) > 1:
+            names = ", ".join(str(file.relative_to(path)) for file in found)
+            raise CheckpointMismatch(f"{path}: several checkpoints ({names}); {advice}")
+        if found:
+            return found[0]
+    names = " or ".join(pattern.removeprefix("**/") for pattern in patterns)
+    raise CheckpointMismatch(f"{path}: no {names} in it; name the checkpoint file")
 
 
 def _first_line(error: BaseException) -> str:
@@ -122,15 +139,15 @@ CONVERT = (
 def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, torch.Tensor]:
     """A .safetensors file, or a .pt/.pth/.ckpt/.bin read with weights_only (nested mappings stay as they are).
 
-    prefixes: keep keys that start with one of them; of a .safetensors, a whole model's say, no others are read. Keys
-    lose what torch.compile and data-parallel training put into them. A LoRA is refused.
+    prefixes: keep keys that start with one of them; the other tensors of a .safetensors are not even read. Keys lose
+    what torch.compile and data-parallel training put into them. A LoRA is refused.
     """
     content = _content(path, prefixes, Reading())
     return {key: value for key, value in content.items() if key.startswith(prefixes)}
 
 
 def _content(path: Path, prefixes: tuple[str, ...], reading: Reading) -> dict[str, Any]:
-    """As `read_tensors`; of a file that may hold nested mappings everything."""
+    """What `read_tensors` returns, but everything of a file that may hold nested mappings."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -157,10 +174,10 @@ def _content(path: Path, prefixes: tuple[str, ...], reading: Reading) -> dict[st
 
 
 def _other_objects(path: Path, error: Exception) -> str:
-    """What a pickle holds that is not loaded, and how to be rid of it; how to go on with a damaged one."""
+    """Says which objects of a pickle are not loaded, and how to drop them; or what to do with a damaged file."""
     try:
         types = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # a file of before torch 1.6: only the first type is known, from the error
+    except Exception:  # a file from before torch 1.6: the error names the first type only
         types = sorted(set(re.findall(r"GLOBAL ([\w.]+)", str(error))))
     if not types:
         return "; download it again, or convert it to .safetensors"
@@ -174,13 +191,16 @@ def _other_objects(path: Path, error: Exception) -> str:
 
 
 def _bare(key: str) -> str:
-    """Without the names of wrappers."""
+    """The key without the names of wrappers."""
     parts = key.split(".")
     return key if WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPERS)
 
 
 def _unwrapped(path: Path, content: Mapping[Any, Any], reading: Reading) -> dict[str, Any]:
-    """Keys as text, those of tensors without wrappers, in nested mappings too. No LoRA, and no key twice."""
+    """The content with text for keys, and without wrappers in those of tensors; nested mappings alike.
+
+    Refuses a LoRA, and a key that comes twice.
+    """
     tensors = [str(key) for key, value in content.items() if isinstance(value, torch.Tensor)]
     _check_whole(path, tensors)
     if wrapped := [key for key in tensors if _bare(key) != key]:
@@ -200,7 +220,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _check_whole(path: Path, keys: Sequence[str]) -> None:
-    """Refuses the tensors of a LoRA alone. Where others are beside them, `check_shapes` does, or `refuse_lora`."""
+    """Refuses a LoRA without a model. `check_shapes`, or `refuse_lora`, refuses one with other tensors beside it."""
     if keys and all(LORA.search(_bare(key)) for key in keys):
         refuse_lora(path, keys)
 
@@ -216,7 +236,7 @@ def _adapted(keys: Sequence[str]) -> str:
 
 
 def _check_not_adapter(path: Path) -> None:
-    """A folder with the files of a LoRA and no whole weights."""
+    """Refuses a folder that holds the files of a LoRA and no whole weights."""
     if not path.is_dir():
         return
     own = sorted(file.name for file in path.iterdir() if file.name.startswith(NOT_WHOLE))
@@ -284,11 +304,18 @@ def _sets(content: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
 # --- the weights of a model
 
 
-def loaded(module: nn.Module, weights: Mapping[str, torch.Tensor], prefix: str = "") -> nn.Module:
-    """`module`, made without storage, with these weights in float32, ready to evaluate. prefix: of their keys."""
-    state = {key.removeprefix(prefix): tensor.float().contiguous() for key, tensor in weights.items()}
-    module.load_state_dict(state, assign=True)
-    return module.eval().requires_grad_(False)
+def check_sizes(file: Path, fault: str | None, wanted: str) -> None:
+    """CheckpointMismatch if there is a fault: what is wrong with the sizes that the file's tensors have."""
+    if fault:
+        raise CheckpointMismatch(f"{file}: its tensors have impossible shapes: {fault}; give {wanted}")
+
+
+def only_tensors(file: Path, content: Mapping[str, Any], wanted: str = "a tensor") -> dict[str, torch.Tensor]:
+    """`content`, if it holds nothing but tensors; CheckpointMismatch for the first thing that is not what is wanted."""
+    for key, value in content.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointMismatch(f"{file}: {key!r} is a {type(value).__name__}, wanted {wanted}")
+    return dict(content)
 
 
 def _some(keys: list[str]) -> str:

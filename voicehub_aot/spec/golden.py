@@ -59,11 +59,23 @@ class Case:
             raise UsageError(f"{self.name}: inputs are {sorted(self.inputs)!r}, wanted {sorted(wanted)!r}{perhaps}")
         return self.inputs
 
-    def check_scalars(self, known: Iterable[str]) -> Mapping[str, Any]:
-        """The case's scalars; UsageError for one that is not known."""
-        if unknown := sorted(set(self.scalars) - set(known)):
+    def times(self, name: str) -> list[float]:
+        """The distinct values of an input, ascending: the times of a case of single evaluations."""
+        return sorted(set(self.inputs[name].reshape(-1).tolist()))
+
+    def check_scalars(self, known: Iterable[str], wanted: Iterable[str] = ()) -> Mapping[str, Any]:
+        """The case's scalars; UsageError for one that is neither wanted nor known, or wanted and not there."""
+        known = {*known, *wanted}
+        if unknown := sorted(set(self.scalars) - known):
             raise UsageError(f"{self.name}: scalars {unknown!r} are not understood; known are {sorted(known)!r}")
+        if missing := sorted(set(wanted) - set(self.scalars)):
+            raise UsageError(f"{self.name}: scalars {missing!r} are missing, got {dict(self.scalars)!r}")
         return self.scalars
+
+    def check_fixed(self, values: Mapping[str, Any]) -> None:
+        """UsageError for a scalar that has another value than the one here; it may be left out."""
+        if other := {n: self.scalars[n] for n, value in values.items() if self.scalars.get(n, value) != value}:
+            raise UsageError(f"{self.name}: scalars {other!r} are not understood; wanted {dict(values)!r}")
 
     def scalars_over(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """The case's scalars over the defaults of upstream's call, which are all that it takes."""
@@ -84,7 +96,7 @@ class Case:
 
 
 def read_case(path: Path) -> Case:
-    """Raises UsageError for a folder that is no case, or a case of a kind or format that is not understood."""
+    """Raises UsageError for a folder that is not a case, or a case of another kind or format."""
     try:
         case = json.loads((path / "case.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "tensors.safetensors")

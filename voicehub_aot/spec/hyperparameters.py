@@ -7,22 +7,22 @@ Nothing is converted: "64" is not 64, true is not 1, null is a value only where 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from voicehub_aot.errors import OptionUnsupported, UsageError
+from voicehub_aot.errors import OptionUnsupported, UnknownModel, UsageError
 
 Config = TypeVar("Config")
 
 LARGEST = 2**24  # more than any size or vocabulary; torch cannot even count the elements of far larger ones
 DEEPEST = 1024  # a million layers are made for minutes before anything can say that they do not fit
-REPEATED = ("depth", "layers", "blocks", "convnext")  # ends of the names of what is a number of modules
+REPEATED = ("depth", "layers", "blocks", "convnext")  # how the names of numbers of modules end
 WANTED = {
-    "int_type": "is no positive integer",
+    "int_type": "is not a positive integer",
     "float_type": "is not a number",
     "finite_number": "is not a finite number",
     "bool_type": "is neither true nor false",
@@ -46,6 +46,30 @@ def config_of(where: str, kind: type[Config], values: Mapping[str, Any], also: C
         if isinstance(value, int) and not 0 <= value <= most:
             raise UsageError(f"{where}: {name}={value!r}, wanted 0 to {most}; give upstream's hyperparameters")
     return kind(**given)
+
+
+def named_config(where: str, configs: Mapping[str, Config], config: str | Config | None) -> Config | None:
+    """The configuration of this name, or what is given instead of a name. UnknownModel for a name that is not known."""
+    if not isinstance(config, str):
+        return config
+    if config not in configs:
+        raise UnknownModel(f"{where}: configuration {config!r} is not known; known are {', '.join(configs)}")
+    return configs[config]
+
+
+def not_positive(values: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """What is wrong with the first of these values that is not a positive integer, if any is not."""
+    for name in names:
+        value = values[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return f"{name}={value!r} {WANTED['int_type']}"
+    return None
+
+
+def refuse(where: str, fault: str | None) -> None:
+    """UsageError if there is a fault: what is wrong with the values of a configuration."""
+    if fault:
+        raise UsageError(f"{where}: {fault}; give upstream's hyperparameters")
 
 
 def part_of(where: str, values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -89,7 +113,7 @@ def _faults(error: ValidationError, kind: type[Any], values: Mapping[str, Any], 
     faults = []
     if unknown:
         known = sorted({f.name for f in fields(kind)} | set(also))
-        faults.append(f"no hyperparameter {', '.join(unknown)}; known are {known!r}")
+        faults.append(f"hyperparameter {', '.join(unknown)} is not known; known are {known!r}")
     if missing:
         faults.append(f"hyperparameter {', '.join(missing)} is missing, got {sorted(values)!r}")
     for e in found:

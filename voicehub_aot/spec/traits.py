@@ -75,7 +75,7 @@ class Traits(BaseModel):
 
 
 def _unknown(traits: Traits) -> list[str]:
-    """Names that nothing knows, and names given twice."""
+    """Problems with names: those that are not known, and those that are given twice."""
     problems = []
     for field, value in dict(traits).items():
         names = (value,) if isinstance(value, str) else value
@@ -88,7 +88,7 @@ def _unknown(traits: Traits) -> list[str]:
 
 
 def _contradictions(traits: Traits) -> list[str]:
-    """Each rule: what must hold, and what is said where it does not."""
+    """The rules that these traits break. A rule is what must hold, and what the error says where it does not."""
     operations, techniques, passes = traits.operations, traits.techniques, traits.passes
     solvers = [name for name in operations if name in SOLVERS]
     foreign = [name for name in solvers if traits.formulation not in SOLVERS[name]]
