@@ -128,9 +128,6 @@ class CachedPrepared:
             outputs = self.eager.stages.step({**self.values, **clock, spec.state.name: state})
         return outputs[spec.outputs[0]]  # type: ignore[no-any-return]
 
-    def exposed(self, state: Tensor) -> dict[str, Tensor]:
-        return {}
-
     def blocks(self, wanted: Sequence[int], rows: int) -> CachedPrepared:
         from voicehub_aot.spec.region import BATCH, row_blocks
 

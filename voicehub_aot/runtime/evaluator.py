@@ -12,7 +12,6 @@ from voicehub_aot.artifacts.manifest import EngineEntry
 from voicehub_aot.artifacts.watch import Watch
 from voicehub_aot.engines import StageEngine
 from voicehub_aot.errors import EngineUnavailable
-from voicehub_aot.runtime.heap import HeapTrim
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.region import BATCH, RegionSpec, TensorSpec, row_blocks
@@ -49,7 +48,6 @@ class EngineEvaluator:
 
     tables: program name -> value name -> [N, ...]. A step engine fits when its bucket equals the request's sizes, and
     serves them when it was chosen for the promised bucket they fall into. watch: over the files that are read in place.
-    heap: for engines that keep kernels for every size they have seen.
     """
 
     spec: RegionSpec
@@ -58,15 +56,12 @@ class EngineEvaluator:
     step_engines: Sequence[tuple[EngineEntry, StageEngine]]
     tables: Mapping[str, Mapping[str, torch.Tensor]]
     watch: Watch | None = None
-    heap: HeapTrim | None = None
     any_time: bool = False
     dtype: torch.dtype = torch.float32
 
     def prepare(self, inputs: Mapping[str, torch.Tensor], program: Program, sizes: Mapping[str, int]) -> EnginePrepared:
         if self.watch is not None:
             self.watch.check()
-        if self.heap is not None:
-            self.heap.before(sizes)
         entry, engine = self.prepare_engine
         table = self.tables[program.name]
         values = {**inputs, **table}

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import mmap
+from pathlib import Path
 
-EVERY = 32  # requests
+SLACK = 8 * 2**20  # bytes that the process may grow by before its heap is trimmed again
+STATM = Path("/proc/self/statm")
 
 
 class HeapTrim:
-    """Trims the heap after the first request at each set of sizes, and after every further EVERY requests.
+    """Trims the heap after requests, once the process has grown by SLACK since the last time.
 
-    An engine that keeps kernels for every size it has seen leaves them strewn among what that first request has freed,
-    so the next new size would add to those pages instead of using them; requests of varied sizes strew the heap too.
-    Where the C library is not glibc this does nothing.
+    An engine that keeps kernels for every size it has seen leaves them strewn among what a request has freed, so that
+    the next new size would add to those pages instead of using them. A trim takes a few milliseconds. Where the C
+    library is not glibc on Linux this does nothing.
     """
 
     def __init__(self) -> None:
-        self._seen: set[tuple[int, ...]] = set()
-        self._due = False
-        self._requests = 0
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if STATM.exists() else None
+        self._low = self._resident()
 
-    def before(self, sizes: Mapping[str, int]) -> None:
-        """Call at the start of a request. A trim takes a few milliseconds."""
-        if self._due and self._trim is not None:
+    def after_request(self) -> None:
+        """Call when a request's own tensors are gone."""
+        if self._trim is not None and self._resident() - self._low > SLACK:
             self._trim(0)
-        key = tuple(sizes.values())
-        self._requests += 1
-        self._due = key not in self._seen or self._requests % EVERY == 0
-        self._seen.add(key)
+            self._low = self._resident()
+
+    def _resident(self) -> int:
+        """Bytes of this process that are in memory."""
+        return int(STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE if self._trim is not None else 0

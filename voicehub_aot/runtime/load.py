@@ -138,8 +138,7 @@ def open_artifact(
     prepare, *steps = [(entry, _open(root, entry, manifest, tensors, concurrency, threads)) for entry in entries]
     tables = {name: store.time_table(program, manifest, tensors) for name, program in programs.items()}
     keeps = any(engines.kernel_bytes(e.engine, manifest.weights_mode) for e in entries)
-    heap = HeapTrim() if keeps else None
-    evaluator = EngineEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch, heap)
+    evaluator = EngineEvaluator(manifest.region, manifest.buckets, prepare, steps, tables, watch)
     return Runtime(
         manifest.region,
         evaluator,
@@ -147,6 +146,7 @@ def open_artifact(
         manifest.buckets,
         shapes=manifest.shapes,
         ladder=manifest.ladder if keeps else None,
+        heap=HeapTrim() if keeps else None,
         overflow=overflow,
         concurrency=concurrency,
         name=manifest.model,

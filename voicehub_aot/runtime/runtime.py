@@ -17,6 +17,7 @@ from voicehub_aot.errors import InputMismatch, OptionUnsupported, ProgramNotBuil
 from voicehub_aot.runtime.denoiser import Denoiser
 from voicehub_aot.runtime.evaluator import Evaluator
 from voicehub_aot.runtime.forks import Turns
+from voicehub_aot.runtime.heap import HeapTrim
 from voicehub_aot.runtime.loop import Pack, Velocity, guided, steps
 from voicehub_aot.runtime.moments import Moments
 from voicehub_aot.runtime.request import Request, RequestReader
@@ -46,6 +47,7 @@ class Runtime:
         *,
         shapes: Literal["dynamic", "static"] = "dynamic",
         ladder: Ladder | None = None,
+        heap: HeapTrim | None = None,
         overflow: Overflow = "error",
         concurrency: int = 1,
         name: str = "model",
@@ -64,6 +66,7 @@ class Runtime:
         self._fit = Fit(spec.dims, buckets, name, self.ladder, shapes == "static", overflow)
         self._reader = RequestReader(spec, self._fit)
         self._moments = Moments(spec, evaluator, self.programs, name)
+        self._heap = heap
         self._reopen = reopen
         self._turns = Turns(concurrency, threads, name)
         self._count = threading.Lock()
@@ -116,6 +119,7 @@ class Runtime:
             *_, last = self.trajectory(
                 noise=noise, step_noise=step_noise, program=program, guidance=guidance, **arguments
             )
+            self._tidy()
         return last
 
     def trajectory(
@@ -143,7 +147,16 @@ class Runtime:
         noise = laid_out.state.to(self.evaluator.dtype)
         fresh = self._step_noise(chosen, step_noise, laid_out, noise)
         velocity = self._velocity(laid_out, chosen, scales, noise)
-        return (laid_out.crop(state) for state in steps(chosen, velocity, noise, fresh, start, stop))
+        return self._cropped(laid_out, steps(chosen, velocity, noise, fresh, start, stop))
+
+    def _cropped(self, request: Request, states: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for state in states:
+            yield request.crop(state)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        if self._heap is not None:
+            self._heap.after_request()
 
     def _span(self, program: Program, start: Any, stop: Any) -> tuple[int, int]:
         """The steps to run, checked."""
@@ -206,7 +219,9 @@ class Runtime:
             if guidance is not None and self.spec.guidance is not None:
                 velocity = EQUATIONS[self.spec.guidance.equation](velocity, tuple(self._scales(guidance).values()))
             blocks = torch.split(velocity, laid_out.batch)
-            return torch.cat([laid_out.crop(block) for block in blocks])
+            result = torch.cat([laid_out.crop(block) for block in blocks])
+            self._tidy()
+            return result
 
     def stepper(self, state: torch.Tensor, program: str, evaluation: int, **request: Any) -> Callable[[], torch.Tensor]:
         """One evaluation with default guidance, prepared once and callable many times: what a benchmark times."""
