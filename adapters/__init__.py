@@ -74,6 +74,7 @@ class Adapter(Protocol):
 
     An adapter may leave out the names in OPTIONAL, which has their defaults. CONFIG_STEPS: step counts by config where
     they differ from DEFAULT_STEPS. RELEASED_DTYPE: dtype of the released checkpoints, which synthetic weights have too.
+    HUB_IDS: the hub repository, owner/name, of each released config's checkpoint.
     """
 
     NAME: str
@@ -111,7 +112,12 @@ class Adapter(Protocol):
         """The model's sampling loop. OptionUnsupported for an option or a value that it does not know."""
 
 
-OPTIONAL: Mapping[str, Any] = {"CONFIG_STEPS": {}, "RELEASED_DTYPE": torch.float32, "case_config": None}
+OPTIONAL: Mapping[str, Any] = {
+    "CONFIG_STEPS": {},
+    "HUB_IDS": {},
+    "RELEASED_DTYPE": torch.float32,
+    "case_config": None,
+}
 
 
 class Cases(Protocol):

@@ -61,6 +61,9 @@ CONFIG_STEPS: Mapping[str, tuple[int, ...]] = dict.fromkeys((n for n, c in CONFI
 HUB_FILES: Mapping[str, tuple[str, ...]] = {
     name: () if "tiny" in name else MEANFLOW_FILES if config.meanflow else FILES[:1] for name, config in CONFIGS.items()
 }
+HUB_IDS: Mapping[str, str] = {
+    name: f"ResembleAI/{name}" for name in ("chatterbox", "chatterbox-turbo", "chatterbox-nano")
+}
 TRAITS = Traits(
     formulation="conditional-flow-matching",
     operations=("denoiser", "classifier-free-guidance", "euler-solver"),

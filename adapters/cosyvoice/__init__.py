@@ -58,6 +58,7 @@ DEFAULT_CONFIG = "Fun-CosyVoice3-0.5B-2512"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (256, 512, 1024, 2048)}
 DEFAULT_STEPS: tuple[int, ...] = (10,)
 HUB_FILES: Mapping[str, tuple[str, ...]] = {name: () if "tiny" in name else FILES[:1] for name in CONFIGS}
+HUB_IDS: Mapping[str, str] = {name: f"FunAudioLLM/{name}" for name in ("Fun-CosyVoice3-0.5B-2512", "CosyVoice2-0.5B")}
 TRAITS = Traits(
     formulation="conditional-flow-matching",
     operations=("denoiser", "classifier-free-guidance", "euler-solver"),

@@ -60,6 +60,7 @@ DEFAULT_CONFIG = "echo-tts-base"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (640,)}
 DEFAULT_STEPS: tuple[int, ...] = (40,)
 HUB_FILES: Mapping[str, tuple[str, ...]] = {"echo-tts-base": FILES[:1], "tiny": ()}
+HUB_IDS: Mapping[str, str] = {"echo-tts-base": "jordand/echo-tts-base"}
 TRAITS = Traits(
     formulation="rectified-flow",
     operations=("denoiser", "classifier-free-guidance", "euler-solver"),

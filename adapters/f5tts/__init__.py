@@ -60,6 +60,10 @@ HUB_FILES = {
     "E2TTS_Base": ("E2TTS_Base/model_1200000.safetensors",),
     "tiny": (),
 }
+HUB_IDS: Mapping[str, str] = {
+    **dict.fromkeys(("F5TTS_v1_Base", "F5TTS_v1_Base_no_zero_init", "F5TTS_Base"), "SWivid/F5-TTS"),
+    "E2TTS_Base": "SWivid/E2-TTS",
+}
 TRAITS = Traits(
     formulation="conditional-flow-matching",
     operations=("denoiser", "classifier-free-guidance", "euler-solver", "midpoint-solver"),

@@ -61,6 +61,7 @@ DEFAULT_CONFIG = "Irodori-TTS-500M-v3"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (128, 256, 512, 750)}
 DEFAULT_STEPS: tuple[int, ...] = (40,)
 HUB_FILES: Mapping[str, tuple[str, ...]] = {name: () if "tiny" in name else FILES[:1] for name in CONFIGS}
+HUB_IDS: Mapping[str, str] = {name: f"Aratako/{name}" for name in CONFIGS if "tiny" not in name}
 TRAITS = Traits(
     formulation="rectified-flow",
     operations=("denoiser", "classifier-free-guidance", "euler-solver"),

@@ -55,6 +55,7 @@ DEFAULT_CONFIG = "LibriTTS"
 DEFAULT_BUCKETS = {"tokens": (64, 128, 256, 512)}
 DEFAULT_STEPS = (5, 10)
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, ("Models/*/epoch*.pth",))
+HUB_IDS: Mapping[str, str] = {name: f"yl4579/StyleTTS2-{name}" for name in ("LibriTTS", "LJSpeech")}
 TRAITS = Traits(
     formulation="style-diffusion",
     operations=("denoiser", "classifier-free-guidance", "adpm2-solver"),

@@ -50,6 +50,7 @@ DEFAULT_CONFIG = "supertonic-3"
 DEFAULT_BUCKETS: Mapping[str, tuple[int, ...]] = {"frames": (64, 128, 250)}
 DEFAULT_STEPS: tuple[int, ...] = (8, 5)
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, (f"onnx/{GRAPH}", "onnx/tts.json"))
+HUB_IDS: Mapping[str, str] = {name: f"Supertone/{name}" for name in ("supertonic-3", "supertonic-2", "supertonic")}
 TRAITS = Traits(
     formulation="flow-matching",
     operations=("denoiser", "iterative-estimator"),

@@ -52,6 +52,7 @@ DEFAULT_BUCKETS = {"batch": (1,)}  # more rows are another engine: --buckets 8
 DEFAULT_STEPS = (10, 5)
 RELEASED_DTYPE = torch.bfloat16
 HUB_FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, ("model*.safetensors", INDEX))
+HUB_IDS: Mapping[str, str] = {name: f"microsoft/{name}" for name in ("VibeVoice-1.5B", "VibeVoice-Realtime-0.5B")}
 TRAITS = Traits(
     formulation="denoising-diffusion",
     operations=("denoiser", "classifier-free-guidance", "dpm-solver-plus-plus"),

@@ -60,6 +60,7 @@ HUB_FILES: Mapping[str, tuple[str, ...]] = {
     name: () if name.startswith("tiny") else ("config.json", "model.safetensors", "pytorch_model.bin")
     for name in CONFIGS
 }
+HUB_IDS: Mapping[str, str] = {name: f"openbmb/{name}" for name in ("VoxCPM2", "VoxCPM1.5", "VoxCPM-0.5B")}
 TRAITS = Traits(
     formulation="conditional-flow-matching",
     operations=("denoiser", "classifier-free-guidance", "euler-solver"),

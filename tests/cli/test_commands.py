@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 import voicehub_aot
 from voicehub_aot.adapters import f5tts
 from voicehub_aot.artifacts import store
+from voicehub_aot.errors import CheckpointMismatch
 from voicehub_aot.runtime.load import load
 from voicehub_aot.spec.synthetic import synthetic_weights
 
@@ -131,7 +132,7 @@ WRONG: list[tuple[str, list[str], int, str]] = [
     ("model", ["build", "no_such", "--weights", "synthetic"], 2, "model 'no_such' is not known; known are chatt"),
     ("config", [*BUILD, "--config", "huge"], 2, "config 'huge' is not known; known are supertonic-3, supertonic-2"),
     ("config file", [*BUILD, "--config", "absent.json"], 2, "--config 'absent.json': unreadable"),
-    ("no checkpoint", ["build", "supertonic"], 2, "give --checkpoint PATH, --checkpoint hf:owner/"),
+    ("no checkpoint", ["build", "supertonic", "--config", "tiny"], 2, "'tiny' has no released checkpoint; give --che"),
     ("no steps", [*BUILD, "--steps", "0"], 2, "--steps '0': wanted different step counts of at least 1"),
     ("negative steps", [*BUILD, "--steps", "-3"], 2, "--steps '-3'"),
     ("words for steps", [*BUILD, "--steps", "a few"], 2, "--steps 'a few'"),
@@ -309,6 +310,28 @@ def test_an_interrupted_build_cleans_up_and_returns_130(tmp_path: Path) -> None:
 
 
 # --- models, doctor, inspect, buckets
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "source"),
+    [
+        ("supertonic", None, "hf:Supertone/supertonic-3"),
+        ("supertonic", "supertonic-2", "hf:Supertone/supertonic-2"),
+        ("f5", "E2TTS_Base", "hf:SWivid/E2-TTS"),
+    ],
+)
+def test_a_released_checkpoint_needs_no_address(
+    command: Command, monkeypatch: pytest.MonkeyPatch, model: str, config: str | None, source: str
+) -> None:
+    asked = []
+
+    def locate(where: str, files: object) -> Path:
+        asked.append(where)
+        raise CheckpointMismatch("the hub is not asked in tests")
+
+    monkeypatch.setattr("voicehub_aot.compiler.models.locate", locate)
+    ran = command("build", model, *(["--config", config] if config else []), "--buckets", "64,128")
+    assert (ran.code, asked) == (5, [source])
 
 
 def test_models_lists_what_can_be_built(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

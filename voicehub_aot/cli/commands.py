@@ -83,6 +83,7 @@ def build(
     verbose: Verbose = False,
 ) -> None:
     """Compile MODEL into an artifact, with a parity report. Exit 3 if parity fails."""
+    from voicehub_aot import adapters
     from voicehub_aot.cli import inspection, settings
     from voicehub_aot.compiler.build import build as run_build
     from voicehub_aot.compiler.models import resolve
@@ -98,8 +99,9 @@ def build(
     chosen = settings.BuildSettings.merge(file, given)
     progress = console.ConsoleProgress()
     try:
-        progress.stage(f"load {model}")
-        source = chosen.require_checkpoint(model)
+        source = chosen.checkpoint_of(adapters.load(model))
+        chosen = chosen.model_copy(update={"checkpoint": source})
+        progress.stage(f"load {model} from {source}")
         loaded = resolve(model, chosen.config, source, weights_kind=chosen.weights_kind, tell=progress.stage)
         options = settings.options(loaded, chosen, histogram, max_buckets, multiple_of, parity, force)
         path = output or Path(f"{loaded.name}.aot")

@@ -14,6 +14,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from voicehub_aot import adapters, engines
+from voicehub_aot.adapters import Adapter
 from voicehub_aot.compiler import models
 from voicehub_aot.compiler.export import MAX_ROWS
 from voicehub_aot.compiler.jobs import MAX_EVALUATIONS
@@ -68,12 +69,15 @@ class BuildSettings(BaseModel):
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise UsageError(f"options: {problems}; known are {', '.join(cls.model_fields)}") from error
 
-    def require_checkpoint(self, model: str) -> str:
-        if self.checkpoint is None:
+    def checkpoint_of(self, adapter: Adapter) -> str:
+        """Where the weights come from: as asked for, else the hub repository of the configuration, if it has one."""
+        ids = adapters.optional(adapter, "HUB_IDS")
+        if self.checkpoint is None and (self.config or adapter.DEFAULT_CONFIG) not in ids:
             raise UsageError(
-                f"build {model}: give --checkpoint PATH, --checkpoint hf:owner/name, or --weights synthetic for a trial"
+                f"build {adapter.NAME}: {self.config!r} has no released checkpoint; give --checkpoint PATH, "
+                "--checkpoint hf:owner/name, or --weights synthetic for a trial"
             )
-        return self.checkpoint
+        return self.checkpoint or f"hf:{ids[self.config or adapter.DEFAULT_CONFIG]}"
 
 
 def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
