@@ -7,7 +7,7 @@ Lengths, and sizes of whatever else varies, are uniform in [low, high] from a se
 after so many requests. resident: private memory (RssAnon) plus the pages of the artifact's own files, beyond what the
 process held after `import torch`: shared code of torch and other libraries is not counted, since every process of the
 machine uses the same pages. ratio: that to the weights that prepare and step read. rss_ratio: the same of all pages
-(VmRSS), library code among them. kernels_ratio of the last line minus the first's: what the sizes cost.
+(VmRSS), library code among them. waste: positions of the main dimension that are padding, as a share of the real ones.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ def soak(options: argparse.Namespace) -> list[dict[str, Any]]:
     base = held(options.artifact)
     from subject import draw
 
-    import voicehub_aot
+    from voicehub_aot.artifacts import store
+    from voicehub_aot.runtime.load import open_artifact
+    from voicehub_aot.spec.bucket import Ladder
 
-    runtime = voicehub_aot.load(options.artifact, threads=options.threads, overflow="run")
-    manifest = runtime.manifest
-    assert manifest is not None
+    manifest = store.read_manifest(options.artifact)
+    if options.own_sizes:
+        manifest = manifest.model_copy(update={"ladder": Ladder()})
+    runtime = open_artifact(options.artifact, manifest, threads=options.threads, overflow="run")
     weights = sum(stage.weight_bytes for name, stage in manifest.stages.items() if name != "table")
     spec, numbers = runtime.spec, random.Random(options.seed)
     rows: list[dict[str, Any]] = []
@@ -95,6 +98,7 @@ def main() -> int:
     parser.add_argument("--high", type=int, default=250)
     parser.add_argument("--steps", type=int, help="of each request (default: the whole program)")
     parser.add_argument("--threads", type=int, help="compute threads (default: what this process may use)")
+    parser.add_argument("--own-sizes", action="store_true", help="pad nothing, whatever the artifact's ladder says")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object per row")
     parser.add_argument("--gate", action="store_true", help="exit with 6 if the last ratio is over the target")
