@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MOST_LINES = 200  # of the README
 FOLDERS = ("voicehub_aot", "adapters", "kernels", "artifacts", "tests", "bench", "examples", "docs")
-SHELL, PYTHON, TOML = "sh", "python", "toml"
+SHELL, PYTHON, TOML, TEXT = "sh", "python", "toml", "text"
 
 Command = Callable[..., Ran]
 
@@ -103,6 +103,13 @@ def wrong(found: list[Found], problem: Callable[[Found], str | None], at_least: 
 
 def test_the_readme_is_short() -> None:
     assert 50 < len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_every_fence_has_a_language_that_is_checked() -> None:
+    languages = {language for _, language in lines() if language is not None}
+    assert languages == {SHELL, PYTHON, TOML, TEXT}
+    printed = [found for found, language in lines() if language == TEXT]
+    assert [str(found) for found in printed if found.text.startswith(("voicehub-aot ", "python ", "make "))] == []
 
 
 # --- links and paths
