@@ -292,7 +292,7 @@ PROGRAMS: list[tuple[str, Callable[[Document], None], str]] = [
     ("no evaluation", put(*STEPS, to=[{"op": "combine", "out": "x", "terms": [["x", 1.0]]}]), "never evaluates"),
     ("no times", put("times", to=[]), "times: "),
     ("no step", put("schedule", to=[0.0]), "schedule: "),
-    ("fewer times than the table", drop("times", 2), "instruction 4: row 2 of 2"),
+    ("fewer times than the table", drop("times", 2), "instruction 4: evaluation 2 of 2"),
     ("more times than the table", lambda p: p["times"].append(1.0), r"time table .* not float32 \[4, "),
     ("times of no input", put("extra_times", to={"end": [0.0, 0.5, 1.0]}), r"times for \['end'\], wanted \[\]"),
     ("noise in the state", put("noises", to=["x"]), "wanted distinct names but 'x'"),
