@@ -15,7 +15,7 @@ from voicehub_aot.compiler.split import Stage, Stages
 from voicehub_aot.spec.bucket import Buckets, Ladder, doubling, rungs_between
 from voicehub_aot.spec.region import Dim
 
-KERNEL_SHARE = 1 / 6  # of the weights, for the kernels of all rungs: what a load and one request leave of 1.25
+KERNEL_SHARE = 5 / 32  # of the weights, for the kernels of all rungs: what a load and one request leave of 1.25
 FEWEST, MOST = 8, 32  # rungs, the promised buckets among them
 
 aten = torch.ops.aten
