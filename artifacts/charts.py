@@ -16,7 +16,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from voicehub_aot.artifacts.report import Row, Size, Timing
+from voicehub_aot.artifacts.report import Finding, Size, Timing
 from voicehub_aot.spec.bucket import label
 
 MOST_BARS = 14
@@ -77,27 +77,29 @@ def _legend(figure: Figure, axes: Axes, loc: Literal["outside lower center", "ou
 
 
 @rc_context(STYLE)
-def errors(rows: Iterable[Row]) -> list[str]:
+def errors(findings: Iterable[Finding]) -> list[str]:
     """Error against step: one chart per program, one colour per bucket; failures stand out."""
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(f"{row.program or row.check}, {'guided' if row.guided else 'unguided'}", []).append(row)
+    panels: dict[str, list[Finding]] = {}
+    for finding in findings:
+        panels.setdefault(
+            f"{finding.program or finding.check}, {'guided' if finding.guided else 'unguided'}", []
+        ).append(finding)
     return [_errors(title, panel, f"error{index}") for index, (title, panel) in enumerate(panels.items())]
 
 
-def _errors(title: str, rows: list[Row], name: str) -> str:
+def _errors(title: str, findings: list[Finding], name: str) -> str:
     figure = _figure(5.4, 3.3)
     axes = figure.add_subplot(title=title, xlabel="step, from 0", ylabel="max error")
-    buckets = list(dict.fromkeys(label(row.bucket) for row in rows))
-    for row in sorted(rows, key=lambda row: not row.passed):  # failures last: drawn on top
-        bucket = label(row.bucket)
-        points = [(i, e) for i, e in enumerate(row.errors_by_step) if 0 < e < float("inf")]
-        color = _series(buckets.index(bucket)) if row.passed else PAINT["bad"]
+    buckets = list(dict.fromkeys(label(finding.bucket) for finding in findings))
+    for finding in sorted(findings, key=lambda finding: not finding.passed):  # failures last: drawn on top
+        bucket = label(finding.bucket)
+        points = [(i, e) for i, e in enumerate(finding.errors_by_step) if 0 < e < float("inf")]
+        color = _series(buckets.index(bucket)) if finding.passed else PAINT["bad"]
         if points:
-            text = bucket if row.passed else f"{bucket} failed"
+            text = bucket if finding.passed else f"{bucket} failed"
             axes.plot(*zip(*points, strict=True), color=color, label=text, marker="o", markersize=2)
-        if points and row.first_bad_step is not None:
-            axes.axvline(row.first_bad_step, color=color, linestyle=":", linewidth=1)
+        if points and finding.first_bad_step is not None:
+            axes.axvline(finding.first_bad_step, color=color, linestyle=":", linewidth=1)
     if axes.lines:
         axes.set_yscale("log")
         low, high = axes.get_ylim()

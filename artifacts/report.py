@@ -56,7 +56,7 @@ class Spread(_Data):
         return f"{self.runs} float32 runs lie up to {number(self.max_abs)} and {number(self.rel_l2)} from float64"
 
 
-class Row(_Data):
+class Finding(_Data):
     """One comparison. It cannot pass with a distance outside its budget, or with one that is not a number.
 
     bucket: sizes the engine was compiled for; empty = any. lengths: valid length of each batch row.
@@ -91,7 +91,7 @@ class Row(_Data):
     errors_by_step: tuple[Number, ...] = ()
 
     @model_validator(mode="after")
-    def _passes_within_budget_only(self) -> Row:
+    def _passes_within_budget_only(self) -> Finding:
         finite = all(map(math.isfinite, (self.max_abs, self.distance, self.distance_l2, self.budget)))
         if self.passed and not (finite and self.used <= 1):
             raise ValueError(f"{self.name}: marked as passed, with {self.verdict}")
@@ -99,7 +99,7 @@ class Row(_Data):
 
     @property
     def name(self) -> str:
-        """e.g. "trajectory frames=128 lengths=128 euler-32 guided on aoti"; one row of a report each."""
+        """e.g. "trajectory frames=128 lengths=128 euler-32 guided on aoti"; one finding each."""
         parts = [self.check, label(self.bucket), "lengths=" + ",".join(map(str, self.lengths)), self.program]
         parts += [None if self.time is None else f"t={self.time:g}", "guided" if self.guided else None]
         parts += [f"on {self.engine}", f"({self.note})" if self.check == "sensitivity" and self.note else None]
@@ -199,17 +199,17 @@ class ParityReport(_Data):
     target: str
     weights_mode: str
     versions: dict[str, str]
-    rows: tuple[Row, ...] = ()
+    findings: tuple[Finding, ...] = ()
     timings: tuple[Timing, ...] = ()
     left_out: dict[str, str] = {}
     sizes: tuple[Size, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.rows) and all(row.passed for row in self.rows)
+        return bool(self.findings) and all(finding.passed for finding in self.findings)
 
     @property
-    def failures(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if not row.passed)
+    def failures(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if not finding.passed)
 
     @property
     def busiest(self) -> float | None:
@@ -300,18 +300,18 @@ def junit(report: ParityReport) -> str:
     for name, value in {**facts, **report.versions}.items():
         ElementTree.SubElement(properties, "property", name=_xml(name), value=_xml(value))
 
-    cases: dict[str, list[Row]] = {}
-    for row in report.rows:
-        what = " ".join(filter(None, (row.check, label(row.bucket), row.program)))
-        cases.setdefault(f"{what} on {row.engine}", []).append(row)
-    for name, rows in cases.items():
-        reasons = [_explain(row) for row in _worst_first(rows) if not row.passed]
-        _testcase(suite, report, name, reasons, sum(row.seconds or 0.0 for row in rows))
+    cases: dict[str, list[Finding]] = {}
+    for finding in report.findings:
+        what = " ".join(filter(None, (finding.check, label(finding.bucket), finding.program)))
+        cases.setdefault(f"{what} on {finding.engine}", []).append(finding)
+    for name, findings in cases.items():
+        reasons = [_explain(finding) for finding in _worst_first(findings) if not finding.passed]
+        _testcase(suite, report, name, reasons, sum(finding.seconds or 0.0 for finding in findings))
     if not cases:
-        _testcase(suite, report, "rows", ["nothing was measured, so nothing is proven"])
+        _testcase(suite, report, "findings", ["nothing was measured, so nothing is proven"])
 
     count, failures = len(suite.findall("testcase")), len(suite.findall("testcase/failure"))
-    seconds = sum(row.seconds or 0.0 for row in report.rows)
+    seconds = sum(finding.seconds or 0.0 for finding in report.findings)
     counts = {"tests": str(count), "failures": str(failures), "errors": "0", "skipped": "0", "time": f"{seconds:.6f}"}
     suite.attrib.update(counts)
     root = ElementTree.Element("testsuites", counts)
@@ -335,13 +335,13 @@ def _xml(text: str) -> str:
     return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
-def _worst_first(rows: Iterable[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (row.passed, -row.used))
+def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: (finding.passed, -finding.used))
 
 
-def _explain(row: Row) -> str:
-    at = "" if row.first_bad_step is None else f", first bad step {row.first_bad_step}"
-    return f"{row.name}: {row.verdict}{at}" + (f"; {row.note}" if row.note else "")
+def _explain(finding: Finding) -> str:
+    at = "" if finding.first_bad_step is None else f", first bad step {finding.first_bad_step}"
+    return f"{finding.name}: {finding.verdict}{at}" + (f"; {finding.note}" if finding.note else "")
 
 
 def html_tools() -> tuple[Any, Any]:
@@ -364,25 +364,28 @@ def html(report: ParityReport) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "label": label}
-    groups = [(check, _worst_first(row for row in report.rows if row.check == check)) for check in get_args(Check)]
+    groups = [
+        (check, _worst_first(finding for finding in report.findings if finding.check == check))
+        for check in get_args(Check)
+    ]
     template = resources.files("voicehub_aot.artifacts").joinpath(TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(template).render(  # type: ignore[no-any-return]
         report=report,
         groups=sorted((g for g in groups if g[1]), key=lambda group: group[1][0].passed),
         about=CHECKS,
         timings=sorted(report.timings, key=lambda timing: timing.speedup >= 1),
-        error_charts=charts.errors([row for row in report.rows if row.errors_by_step]),
+        error_charts=charts.errors([finding for finding in report.findings if finding.errors_by_step]),
         latency_chart=charts.latency(report.timings) if report.timings else "",
         size_chart=charts.sizes(report.sizes) if report.sizes else "",
     )
 
 
 def summary(report: ParityReport) -> list[tuple[str, int, int, str]]:
-    """Per check: (check, rows, failed, largest share of a budget used)."""
-    kinds = dict.fromkeys(row.check for row in report.rows)
+    """Per check: (check, findings, failed, largest share of a budget used)."""
+    kinds = dict.fromkeys(finding.check for finding in report.findings)
     result: list[tuple[str, int, int, str]] = []
     for kind in kinds:
-        rows = [row for row in report.rows if row.check == kind]
-        failed = sum(not row.passed for row in rows)
-        result.append((kind, len(rows), failed, f"{max(row.used for row in rows):.1%}"))
+        findings = [finding for finding in report.findings if finding.check == kind]
+        failed = sum(not finding.passed for finding in findings)
+        result.append((kind, len(findings), failed, f"{max(finding.used for finding in findings):.1%}"))
     return result

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 import toy  # noqa: E402
 
 from voicehub_aot import adapters  # noqa: E402
-from voicehub_aot.artifacts.report import Row  # noqa: E402
+from voicehub_aot.artifacts.report import Finding  # noqa: E402
 from voicehub_aot.compiler import models  # noqa: E402
 from voicehub_aot.compiler.assemble import time_table  # noqa: E402
 from voicehub_aot.compiler.export import export_region  # noqa: E402
@@ -92,7 +92,7 @@ class CompiledToy:
 
 def checked(setting: str, seeds: int, folder: Path | None) -> dict[str, object]:
     """Every correct engine against its own recording, and against the one in `folder`."""
-    rows: list[tuple[str, Row]] = []
+    findings: list[tuple[str, Finding]] = []
     with tempfile.TemporaryDirectory() as scratch:
         compiled = CompiledToy(Path(scratch))
         for name, region, programs, buckets in subjects(seeds):
@@ -101,30 +101,30 @@ def checked(setting: str, seeds: int, folder: Path | None) -> dict[str, object]:
             recordings = [recorded(region, programs, buckets)]
             if folder is not None:
                 recordings.append(load_recording(folder / name))
-            rows += [(name, row) for recording in recordings for row in parity.check(engine, recording)]
-    compared = [(name, row) for name, row in rows if row.check != "sensitivity"]
-    worst, where = max(((row.used, f"{name}: {row.name}") for name, row in compared), default=(0.0, ""))
+            findings += [(name, finding) for recording in recordings for finding in parity.check(engine, recording)]
+    compared = [(name, finding) for name, finding in findings if finding.check != "sensitivity"]
+    worst, where = max(((finding.used, f"{name}: {finding.name}") for name, finding in compared), default=(0.0, ""))
     return {
         "measured": "correct engines",
         "setting": setting,
         "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "seeds": seeds,
-        "rows": len(rows),
-        "refused": [f"{name}: {row.name}: {row.verdict}" for name, row in rows if not row.passed],
+        "findings": len(findings),
+        "refused": [f"{name}: {finding.name}: {finding.verdict}" for name, finding in findings if not finding.passed],
         "most_of_a_budget": round(worst, 3),
         "at": where,
     }
 
 
 def planted_faults(setting: str, seeds: int) -> dict[str, object]:
-    """Every planted fault over the weights of several seeds: how far over its budget the worst row is."""
+    """Every planted fault over the weights of several seeds: how far over its budget the worst finding is."""
     over: dict[str, float] = {}
     for seed in range(seeds):
         recording = recorded(toy.region(seed), PROGRAMS, TOY_BUCKETS)
         for name, make in planted.FAULTS.items():
             wrong = eager_runtime(Region(toy.SPEC, make(seed)), PROGRAMS, "wrong")
-            worst = max(row.used for row in parity.check(wrong, recording) if row.check != "sensitivity")
+            worst = max(finding.used for finding in parity.check(wrong, recording) if finding.check != "sensitivity")
             over[name] = min(over.get(name, worst), worst)
     return {
         "measured": "planted faults",

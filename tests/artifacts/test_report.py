@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from voicehub_aot.artifacts import report as report_module
 from voicehub_aot.artifacts.report import (
     CHECKS,
+    Finding,
     ParityReport,
-    Row,
     Size,
     Timing,
     html,
@@ -29,7 +29,7 @@ from voicehub_aot.errors import ArtifactCorrupt, MissingDependency, VersionUnsup
 HOPELESS = (math.inf, math.inf, -math.inf)
 
 
-def make_row(**changes):
+def make_finding(**changes):
     values = {
         "check": "trajectory",
         "engine": "aoti",
@@ -46,14 +46,14 @@ def make_row(**changes):
         "budget": 4e-6,
         "passed": True,
     }
-    return Row(**{**values, **changes})
+    return Finding(**{**values, **changes})
 
 
 def failed(**changes):
-    return make_row(**{"distance": 8e-6, "passed": False, **changes})
+    return make_finding(**{"distance": 8e-6, "passed": False, **changes})
 
 
-def make_report(*rows, **changes):
+def make_report(*findings, **changes):
     values = {
         "model": "supertonic",
         "config": "tiny",
@@ -61,18 +61,20 @@ def make_report(*rows, **changes):
         "target": "cpu:x86-64-v3",
         "weights_mode": "packed",
         "versions": {"torch": "2.13.0"},
-        "rows": rows,
+        "findings": findings,
     }
     return ParityReport(**{**values, **changes})
 
 
 def full_report():
     """Every check, a failure of each kind, numbers that are not finite, timings and sizes."""
-    rows = [make_row(check=check, lengths=(n,)) for check in CHECKS if check != "sensitivity" for n in (128, 97)]
-    rows += [
-        make_row(check="sensitivity", distance=0.4, budget=0.01, note="seed"),
-        make_row(errors_by_step=(1e-7, 0.0, 3e-7)),
-        make_row(program="euler-8", snr_db=None, max_abs=0, rel_l2=0, distance=0, errors_by_step=(0.0, 0.0)),
+    findings = [
+        make_finding(check=check, lengths=(n,)) for check in CHECKS if check != "sensitivity" for n in (128, 97)
+    ]
+    findings += [
+        make_finding(check="sensitivity", distance=0.4, budget=0.01, note="seed"),
+        make_finding(errors_by_step=(1e-7, 0.0, 3e-7)),
+        make_finding(program="euler-8", snr_db=None, max_abs=0, rel_l2=0, distance=0, errors_by_step=(0.0, 0.0)),
         failed(bucket={"frames": 256}, errors_by_step=(1e-7, 2e-3, math.inf), first_bad_step=2),
         failed(bucket={}, max_abs=math.inf, rel_l2=math.inf, snr_db=-math.inf, distance=math.nan, note="<nan> & more"),
     ]
@@ -80,30 +82,30 @@ def full_report():
         Timing(bucket={"frames": 128}, rows=1, engine="aoti", engine_ms=9.5, eager_ms=12.0, flops=10**9, waste=0.25),
         Timing(bucket={"frames": 128}, rows=2, engine="aoti", engine_ms=20.5, eager_ms=19.0, flops=2 * 10**9),
     ]
-    return make_report(*rows, timings=timings, sizes=[Size(name="weights.safetensors", bytes=123456)])
+    return make_report(*findings, timings=timings, sizes=[Size(name="weights.safetensors", bytes=123456)])
 
 
-# --- rows and the verdict ---
+# --- findings and the verdict ---
 
 
 def test_a_report_is_true_only_if_something_was_measured_and_all_of_it_passed():
-    assert make_report(make_row())
-    assert not make_report(make_row(), failed())
+    assert make_report(make_finding())
+    assert not make_report(make_finding(), failed())
     assert not make_report()
 
 
 def test_failures_are_the_rows_that_did_not_pass():
-    assert make_report(make_row(), failed()).failures == (failed(),)
+    assert make_report(make_finding(), failed()).failures == (failed(),)
 
 
 def test_a_row_names_itself():
-    assert make_row().name == "trajectory frames=128 lengths=128 euler-32 guided on aoti"
-    evaluation = make_row(check="evaluation", program=None, time=0.25, guided=False, bucket={}, lengths=(90, 37))
+    assert make_finding().name == "trajectory frames=128 lengths=128 euler-32 guided on aoti"
+    evaluation = make_finding(check="evaluation", program=None, time=0.25, guided=False, bucket={}, lengths=(90, 37))
     assert evaluation.name == "evaluation any size lengths=90,37 t=0.25 on aoti"
 
 
 def test_two_sensitivity_rows_differ_by_what_was_changed():
-    seed, text = (make_row(check="sensitivity", distance=1.0, budget=0.1, note=note) for note in ("seed", "text"))
+    seed, text = (make_finding(check="sensitivity", distance=1.0, budget=0.1, note=note) for note in ("seed", "text"))
 
     assert seed.name != text.name
 
@@ -111,30 +113,30 @@ def test_two_sensitivity_rows_differ_by_what_was_changed():
 @pytest.mark.parametrize("distance", [4.1e-6, math.inf, math.nan])
 def test_a_row_outside_its_budget_cannot_be_marked_as_passed(distance):
     with pytest.raises(ValidationError, match="marked as passed"):
-        make_row(distance=distance)
+        make_finding(distance=distance)
 
 
 def test_a_row_with_infinite_error_cannot_be_marked_as_passed():
     with pytest.raises(ValidationError, match="marked as passed"):
-        make_row(max_abs=math.inf)
+        make_finding(max_abs=math.inf)
 
 
 def test_outputs_that_should_differ_and_do_not_cannot_be_marked_as_passed():
     with pytest.raises(ValidationError, match=r"wanted at least 0\.01"):
-        make_row(check="sensitivity", distance=0.0, budget=0.01)
+        make_finding(check="sensitivity", distance=0.0, budget=0.01)
 
 
 def test_a_bitwise_check_passes_with_a_budget_of_nothing():
-    assert make_row(check="split", distance=0.0, budget=0.0).passed
+    assert make_finding(check="split", distance=0.0, budget=0.0).passed
     with pytest.raises(ValidationError):
-        make_row(check="split", distance=1e-12, budget=0.0)
+        make_finding(check="split", distance=1e-12, budget=0.0)
 
 
 def test_models_accept_no_unknown_field_and_no_change():
     with pytest.raises(ValidationError):
-        make_row(tolerance=1.0)
+        make_finding(tolerance=1.0)
     with pytest.raises(ValidationError):
-        make_row().passed = False
+        make_finding().passed = False
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_json_is_strict_and_canonical(tmp_path):
 
 def test_the_order_of_mappings_does_not_change_the_bytes(tmp_path):
     for name, bucket in (("one", {"frames": 8, "text": 4}), ("two", {"text": 4, "frames": 8})):
-        write_json(make_report(make_row(bucket=bucket)), tmp_path / name)
+        write_json(make_report(make_finding(bucket=bucket)), tmp_path / name)
 
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
@@ -251,7 +253,7 @@ def test_a_missing_file_is_corrupt(tmp_path):
 
 def test_another_schema_version_is_named(tmp_path):
     path = tmp_path / "report.json"
-    write_json(make_report(make_row()), path)
+    write_json(make_report(make_finding()), path)
     path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
 
     with pytest.raises(VersionUnsupported, match="report schema 1, this package reads 2"):
@@ -276,7 +278,7 @@ def test_reports_conform_to_the_schema(tmp_path):
     validator.check_schema(schema())
 
     validator.validate(content)
-    content["rows"][0]["distance"] = "a lot"
+    content["findings"][0]["distance"] = "a lot"
     assert not validator.is_valid(content)
 
 
@@ -284,10 +286,14 @@ def test_reports_conform_to_the_schema(tmp_path):
 
 
 def test_junit_has_a_case_per_engine_bucket_check_and_program():
-    rows = [make_row(lengths=(n,)) for n in (128, 97)]
-    rows += [make_row(program="euler-8"), make_row(bucket={"frames": 256}), make_row(check="padding", program=None)]
+    findings = [make_finding(lengths=(n,)) for n in (128, 97)]
+    findings += [
+        make_finding(program="euler-8"),
+        make_finding(bucket={"frames": 256}),
+        make_finding(check="padding", program=None),
+    ]
 
-    suite = ElementTree.fromstring(junit(make_report(*rows))).find("testsuite")
+    suite = ElementTree.fromstring(junit(make_report(*findings))).find("testsuite")
 
     assert [case.get("name") for case in suite.iter("testcase")] == [
         "trajectory frames=128 euler-32 on aoti",
@@ -297,7 +303,7 @@ def test_junit_has_a_case_per_engine_bucket_check_and_program():
     ]
 
 
-@pytest.mark.parametrize("report", [full_report(), make_report(make_row()), make_report(failed()), make_report()])
+@pytest.mark.parametrize("report", [full_report(), make_report(make_finding()), make_report(failed()), make_report()])
 def test_junit_counts_what_it_lists(report):
     root = ElementTree.fromstring(junit(report))
 
@@ -309,22 +315,30 @@ def test_junit_counts_what_it_lists(report):
 
 
 def test_junit_has_the_seconds_of_each_case_and_their_sum():
-    rows = [make_row(seconds=1.25), make_row(lengths=(97,), seconds=0.5), make_row(engine="openvino", seconds=2.0)]
+    findings = [
+        make_finding(seconds=1.25),
+        make_finding(lengths=(97,), seconds=0.5),
+        make_finding(engine="openvino", seconds=2.0),
+    ]
 
-    root = ElementTree.fromstring(junit(make_report(*rows, make_row(check="padding"))))
+    root = ElementTree.fromstring(junit(make_report(*findings, make_finding(check="padding"))))
 
     assert [case.get("time") for case in root.iter("testcase")] == ["1.750000", "2.000000", "0.000000"]
     assert root.get("time") == root.find("testsuite").get("time") == "3.750000"
 
 
 def test_a_junit_failure_names_the_worst_row_first():
-    rows = [make_row(), failed(lengths=(97,)), failed(lengths=(33,), distance=1.0, first_bad_step=3, note="drift")]
+    findings = [
+        make_finding(),
+        failed(lengths=(97,)),
+        failed(lengths=(33,), distance=1.0, first_bad_step=3, note="drift"),
+    ]
 
-    (failure,) = ElementTree.fromstring(junit(make_report(*rows))).iter("failure")
+    (failure,) = ElementTree.fromstring(junit(make_report(*findings))).iter("failure")
 
     worst = "trajectory frames=128 lengths=33 euler-32 guided on aoti: distance 1, wanted at most 4.00e-6"
     assert failure.get("message") == f"{worst}, first bad step 3; drift"
-    assert [line.partition(":")[0] for line in failure.text.splitlines()] == [rows[2].name, rows[1].name]
+    assert [line.partition(":")[0] for line in failure.text.splitlines()] == [findings[2].name, findings[1].name]
 
 
 def test_junit_survives_characters_that_xml_cannot_hold():
@@ -365,7 +379,7 @@ def test_html_says_first_what_it_is_about(page):
 
     assert title == "FAILED: parity of supertonic tiny"
     assert all(text in header for text in ("FAILED", "supertonic", "tiny", "cpu:x86-64-v3", "torch 2.13.0", "packed"))
-    assert ">PASSED<" in html(make_report(make_row()))
+    assert ">PASSED<" in html(make_report(make_finding()))
     assert "nothing was measured" in html(make_report())
 
 
@@ -392,18 +406,18 @@ def test_html_draws_errors_latency_and_sizes_in_the_page_s_colours(page):
 
 
 def test_html_shows_every_row():
-    rows = [make_row(lengths=(n,)) for n in range(1, 31)]
+    findings = [make_finding(lengths=(n,)) for n in range(1, 31)]
 
-    page = html(make_report(*rows))
+    page = html(make_report(*findings))
 
-    assert all(f'title="{row.name}"' in page for row in rows)
+    assert all(f'title="{finding.name}"' in page for finding in findings)
     assert "22 more, all passed" in page
 
 
 def test_html_gathers_the_smallest_of_many_files():
     sizes = [Size(name=f"file{n}", bytes=n * 1024) for n in range(1, 21)]
 
-    page = html(make_report(make_row(), sizes=sizes))
+    page = html(make_report(make_finding(), sizes=sizes))
 
     assert "6 smaller ones" in page
     assert "21 KiB" in page  # 1 + 2 + … + 6
@@ -412,9 +426,9 @@ def test_html_gathers_the_smallest_of_many_files():
 
 
 def test_html_does_not_call_outputs_identical_that_must_differ():
-    row = make_row(check="sensitivity", distance=0.5, budget=0.1, max_abs=0.0, rel_l2=0.0, snr_db=None)
+    finding = make_finding(check="sensitivity", distance=0.5, budget=0.1, max_abs=0.0, rel_l2=0.0, snr_db=None)
 
-    assert "identical" not in html(make_report(row))
+    assert "identical" not in html(make_report(finding))
 
 
 def test_html_is_the_same_every_time(page):
@@ -428,4 +442,4 @@ def test_a_missing_package_names_the_extra(monkeypatch, package):
     monkeypatch.delattr("voicehub_aot.artifacts.charts", raising=False)
 
     with pytest.raises(MissingDependency, match=rf"{package}.*pip install 'voicehub-aot\[report\]'"):
-        html(make_report(make_row()))
+        html(make_report(make_finding()))

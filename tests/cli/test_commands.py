@@ -492,8 +492,8 @@ def test_verify_passes_what_was_built_and_writes_every_report(
         "verify", f5_shared, *ALONE, "--junit", reports[0], "--html", reports[1], "--report", reports[2], "--json"
     )
     assert ran.code == 0, ran.err
-    assert ran.document["rows"]
-    assert all(row["passed"] for row in ran.document["rows"])
+    assert ran.document["findings"]
+    assert all(finding["passed"] for finding in ran.document["findings"])
     suite = ElementTree.fromstring(reports[0].read_text())
     assert int(suite.get("tests", 0)) > 0
     assert suite.get("failures") == "0"
@@ -509,9 +509,9 @@ def test_verify_fails_what_drifted(f5_shared: Path, command: Command, tmp_path: 
     copy = drifted(f5_shared, tmp_path)
     ran = command("verify", copy, *ALONE, "--junit", tmp_path / "parity.xml", "--json")
     assert ran.code == 3
-    failed = [row for row in ran.document["rows"] if not row["passed"]]
-    assert {row["check"] for row in failed} >= {"evaluation", "trajectory", "padding"}
-    assert f"{len(failed)} of {len(ran.document['rows'])} cases failed, first " in ran.err
+    failed = [finding for finding in ran.document["findings"] if not finding["passed"]]
+    assert {finding["check"] for finding in failed} >= {"evaluation", "trajectory", "padding"}
+    assert f"{len(failed)} of {len(ran.document['findings'])} cases failed, first " in ran.err
     assert int(ElementTree.fromstring((tmp_path / "parity.xml").read_text()).get("failures", 0)) > 0
 
 

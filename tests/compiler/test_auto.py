@@ -91,7 +91,7 @@ def test_every_figure_is_on_record(mixed):
         ("aoti", 16, False),
         ("onnxruntime", 16, True),
     }
-    assert {r.engine for r in report.rows} == {"eager", "aoti", "onnxruntime"}
+    assert {r.engine for r in report.findings} == {"eager", "aoti", "onnxruntime"}
     step = next(e for e in mixed[1].engines if e.engine == "aoti")
     assert step.reason == "frames=8: 2 ms, eager 9 (4.50x), onnxruntime 2.5"
 
@@ -177,7 +177,7 @@ def test_several_engines_by_name_are_all_kept_and_the_first_is_opened(tmp_path):
     assert not manifest.mixed
     assert load(path).engine_at(frames=16, text=3) == "aoti"
     assert load(path, engine="onnxruntime").engine_at(frames=16, text=3) == "onnxruntime"
-    assert {r.engine for r in verify(path).rows} == {"aoti", "onnxruntime"}
+    assert {r.engine for r in verify(path).findings} == {"aoti", "onnxruntime"}
 
 
 class Listening(toy.Quiet):

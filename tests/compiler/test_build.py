@@ -69,13 +69,13 @@ def test_every_kind_of_parity_is_in_the_report(built):
     report = read_json(built[0] / "parity/report.json")
 
     assert report
-    assert {r.check for r in report.rows} == {"split", "evaluation", "trajectory", "padding", "sensitivity"}
-    assert {r.program for r in report.rows if r.check == "trajectory"} == {p.name for p in PROGRAMS}
-    assert {tuple(r.bucket.items()) for r in report.rows if r.check == "padding"} == {
+    assert {r.check for r in report.findings} == {"split", "evaluation", "trajectory", "padding", "sensitivity"}
+    assert {r.program for r in report.findings if r.check == "trajectory"} == {p.name for p in PROGRAMS}
+    assert {tuple(r.bucket.items()) for r in report.findings if r.check == "padding"} == {
         (("frames", 8),),
         (("frames", 16),),
     }
-    assert any("mixed" in r.note or "time" in r.note for r in report.rows if r.check == "sensitivity")
+    assert any("mixed" in r.note or "time" in r.note for r in report.findings if r.check == "sensitivity")
 
 
 def test_weights_lie_in_one_file_once_with_the_tables(built):

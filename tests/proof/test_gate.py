@@ -39,17 +39,17 @@ def recording():
 def test_a_planted_fault_is_refused(fault, recording):
     wrong = eager_runtime(Region(toy.SPEC, planted.FAULTS[fault](0)), PROGRAMS, "wrong")
 
-    rows = parity.check(wrong, recording)
+    findings = parity.check(wrong, recording)
 
-    assert not all(row.passed for row in rows if row.check != "sensitivity")
+    assert not all(finding.passed for finding in findings if finding.check != "sensitivity")
 
 
 def test_the_module_that_faults_are_planted_in_is_the_toy(recording):
     same = planted.of_class(planted.Opened)(0)
 
-    rows = parity.check(eager_runtime(Region(toy.SPEC, same), PROGRAMS, "toy"), recording)
+    findings = parity.check(eager_runtime(Region(toy.SPEC, same), PROGRAMS, "toy"), recording)
 
-    assert all(row.passed for row in rows)
+    assert all(finding.passed for finding in findings)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -57,9 +57,9 @@ def test_runs_that_differ_in_rounding_alone_pass(seed):
     recording = recorded(seed)
     unseen = noise.moved(eager_runtime(toy.region(seed), PROGRAMS, "toy"), seed=1000 + seed)
 
-    rows = parity.check(unseen, recording)
+    findings = parity.check(unseen, recording)
 
-    assert [row.verdict for row in rows if not row.passed] == []
+    assert [finding.verdict for finding in findings if not finding.passed] == []
 
 
 def test_a_moved_run_differs_by_a_unit_in_the_last_place_at_most():

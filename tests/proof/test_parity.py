@@ -68,33 +68,33 @@ def run_with(fault, recording):
 
 
 def test_the_model_itself_passes_every_row(recording):
-    rows = run_with(lambda n, *a: (*a, same), recording)
+    findings = run_with(lambda n, *a: (*a, same), recording)
 
-    assert all(row.passed for row in rows)
-    assert {row.check for row in rows} == {"evaluation", "trajectory", "padding", "sensitivity"}
+    assert all(finding.passed for finding in findings)
+    assert {finding.check for finding in findings} == {"evaluation", "trajectory", "padding", "sensitivity"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_fails(fault, recording):
-    rows = run_with(FAULTS[fault], recording)
+    findings = run_with(FAULTS[fault], recording)
 
-    assert not all(row.passed for row in rows)
+    assert not all(finding.passed for finding in findings)
 
 
 def test_the_first_bad_step_of_a_trajectory_is_named(recording):
     case = next(c for c in recording.cases if c.check == "trajectory" and c.guided)
     only = Recording((case,), recording.tensors)
 
-    rows = run_with(lambda n, *a: (*a, (lambda v: v + 1) if n == 3 else same), only)
+    findings = run_with(lambda n, *a: (*a, (lambda v: v + 1) if n == 3 else same), only)
 
-    assert rows[0].first_bad_step == 2
-    assert len(rows[0].errors_by_step) == 4
+    assert findings[0].first_bad_step == 2
+    assert len(findings[0].errors_by_step) == 4
 
 
 def test_an_output_that_ignores_its_noise_fails_as_insensitive(recording):
-    rows = run_with(lambda n, x, t, c, i, ln, d: (torch.zeros_like(x), t, c, i, ln, d, same), recording)
+    findings = run_with(lambda n, x, t, c, i, ln, d: (torch.zeros_like(x), t, c, i, ln, d, same), recording)
 
-    failed = {row.note for row in rows if row.check == "sensitivity" and not row.passed}
+    failed = {finding.note for finding in findings if finding.check == "sensitivity" and not finding.passed}
     assert any("another x" in note for note in failed)
 
 
@@ -144,7 +144,7 @@ def test_one_row_batches_are_planned_where_no_more_is_promised():
 
 def test_a_report_without_rows_is_no_proof():
     report = ParityReport(
-        model="toy", config="", checkpoint="", target="cpu", weights_mode="packed", versions={}, rows=()
+        model="toy", config="", checkpoint="", target="cpu", weights_mode="packed", versions={}, findings=()
     )
 
     assert not report

@@ -155,7 +155,7 @@ def verify(
         console.show_table(f"{artifact}: {result.model} {result.config}", columns, reports.summary(result))
     if not result:
         first = result.failures[0].name if result.failures else "none was run"
-        failed = f"{len(result.failures)} of {len(result.rows)} cases failed, first {first}"
+        failed = f"{len(result.failures)} of {len(result.findings)} cases failed, first {first}"
         raise console.after_result(ParityFailed(f"{artifact}: {failed}"))
 
 

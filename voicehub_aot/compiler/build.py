@@ -159,15 +159,15 @@ class _Proof:
         recording = self._record(eager)
         if options.auto:
             times = self._time_candidates(folder / CANDIDATES, eager, recording)
-            manifest, rows = self._choose(folder, times, recording)
+            manifest, findings = self._choose(folder, times, recording)
         else:
             manifest = assemble(self.parts, self.compiled, folder, options.choice)
-            rows = self._check(folder, manifest, recording)
+            findings = self._check(folder, manifest, recording)
             times = self._time(folder, manifest, eager, recording)
         self._check_speed(times, manifest)
         if not options.parity:
             return manifest
-        report = report_of(manifest, rows, self._timings(times, manifest), self.left_out)
+        report = report_of(manifest, findings, self._timings(times, manifest), self.left_out)
         save_recording(recording, folder / store.PARITY)
         write_reports(report, folder / store.PARITY)
         if not report:
@@ -198,15 +198,15 @@ class _Proof:
         exact = eager_runtime(double, options.programs, self.parts.model.name, torch.float64)
         return parity.record(eager, exact, buckets, max_batch, self.progress.case)
 
-    def _check(self, folder: Path, manifest: Manifest, recording: Recording) -> list[reports.Row]:
+    def _check(self, folder: Path, manifest: Manifest, recording: Recording) -> list[reports.Finding]:
         """Every recorded case, on the mix that was chosen or on each engine in turn."""
         if not self.parts.options.parity:
             return []
         self.progress.stage("check every engine, bucket and program")
-        rows = deviation_rows(self.compiled)
+        findings = deviation_findings(self.compiled)
         for engine in (None,) if manifest.mixed else manifest.engine_names:
-            rows += parity.check(open_artifact(folder, manifest, engine=engine), recording, self.progress.case)
-        return rows
+            findings += parity.check(open_artifact(folder, manifest, engine=engine), recording, self.progress.case)
+        return findings
 
     def _time(self, folder: Path, manifest: Manifest, eager: Runtime, recording: Recording) -> list[timing.StepTime]:
         """Every engine in every bucket; nothing where the engines come with a choice made earlier."""
@@ -233,7 +233,7 @@ class _Proof:
 
     def _choose(
         self, folder: Path, times: Sequence[timing.StepTime], recording: Recording
-    ) -> tuple[Manifest, list[reports.Row]]:
+    ) -> tuple[Manifest, list[reports.Finding]]:
         """The fastest that pass parity, assembled and checked as they will run together."""
         order = tuple(dict.fromkeys(item.job.engine for item in self.compiled))
         refused: set[tuple[str, str]] = set()
@@ -243,10 +243,14 @@ class _Proof:
                 self.progress.stage(f"keep {engine} for {reason}")
             store.empty(folder)
             manifest = assemble(self.parts, self.compiled, folder, choice)
-            rows = self._check(folder, manifest, recording)
-            failed = {(row.engine, label(row.bucket)) for row in rows if not row.passed and row.engine != EAGER}
+            findings = self._check(folder, manifest, recording)
+            failed = {
+                (finding.engine, label(finding.bucket))
+                for finding in findings
+                if not finding.passed and finding.engine != EAGER
+            }
             if not failed - refused:
-                return manifest, rows
+                return manifest, findings
             self.progress.stage(f"parity failed, choose again: {sorted(failed)}")
             refused |= failed
 
@@ -279,16 +283,16 @@ def _failed(report: reports.ParityReport, folder: Path, output: Path) -> ParityF
     shutil.copytree(folder / store.PARITY, kept)
     worst = report.failures[0]
     return ParityFailed(
-        f"{report.model}: {len(report.failures)} of {len(report.rows)} parity rows failed, first {worst.name}: "
+        f"{report.model}: {len(report.failures)} of {len(report.findings)} parity findings failed, first {worst.name}: "
         f"distance {worst.distance:.3g}, budget {worst.budget:.3g} {worst.note}; no artifact was written, see {kept}"
     )
 
 
-def deviation_rows(compiled: Sequence[Compiled]) -> list[reports.Row]:
+def deviation_findings(compiled: Sequence[Compiled]) -> list[reports.Finding]:
     """What the split, and every pass for an engine, measured of itself."""
     found = {(item.job.engine, name): d for item in compiled for name, d in item.job.deviations.items()}
     return [
-        reports.Row(
+        reports.Finding(
             check="split", engine=engine, bucket={}, lengths=(), program=None, time=None, guided=True,
             max_abs=d.worst, rel_l2=0.0, snr_db=None, first_bad_step=None, distance=d.worst,
             budget=d.allowed, passed=d.worst <= d.allowed, note=NOTES.get(name, f"after the pass {name}"),

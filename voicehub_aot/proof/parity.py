@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from voicehub_aot.artifacts.report import Row, Spread, measure
+from voicehub_aot.artifacts.report import Finding, Spread, measure
 from voicehub_aot.errors import ArtifactCorrupt, StageFailed
 from voicehub_aot.proof import noise
 from voicehub_aot.proof.cases import ParityCase, Recording, draw, evaluate, plan, row_alone, run, step_noise, thin
@@ -173,25 +173,25 @@ def _reference(runtime: Runtime, case: ParityCase, request: Mapping[str, Any]) -
     return [torch.stack([block[branch] for branch in range(len(blocks[0])) for block in blocks])]
 
 
-def check(runtime: Runtime, recording: Recording, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
+def check(runtime: Runtime, recording: Recording, progress: Callable[[str], None] = lambda _: None) -> list[Finding]:
     """Run every recorded case on `runtime` and judge it."""
-    rows = []
+    findings = []
     for case in recording.cases:
         progress(case.name)
         request = draw(runtime.spec, case, case.seed)
         start = time.perf_counter()
         got = run(runtime, case, request)
         seconds = time.perf_counter() - start
-        rows.append(_judge(case, got, recording, runtime).model_copy(update={"seconds": seconds}))
-    rows += sensitivity(runtime, recording.cases[0])
-    return rows
+        findings.append(_judge(case, got, recording, runtime).model_copy(update={"seconds": seconds}))
+    findings += sensitivity(runtime, recording.cases[0])
+    return findings
 
 
 def engine_of(runtime: Runtime, case: ParityCase) -> str:
     return runtime.engine_at(**{d.name: case.sizes[d.name] for d in runtime.spec.dims})
 
 
-def _judge(case: ParityCase, got: list[torch.Tensor], recording: Recording, runtime: Runtime) -> Row:
+def _judge(case: ParityCase, got: list[torch.Tensor], recording: Recording, runtime: Runtime) -> Finding:
     try:
         want = recording.tensors[f"{case.name}/float32"]
         correction = recording.tensors.get(f"{case.name}/correction")
@@ -206,7 +206,7 @@ def _judge(case: ParityCase, got: list[torch.Tensor], recording: Recording, runt
     if expected_steps is not None:
         errors = tuple(measure(thin(s), e)[0] for s, e in zip(got, expected_steps, strict=True))
         first_bad = next((i for i, e in enumerate(errors) if not e <= case.budget), None)
-    return Row(
+    return Finding(
         check=case.check,
         engine=engine_of(runtime, case),
         bucket=case.bucket,
@@ -229,7 +229,7 @@ def _judge(case: ParityCase, got: list[torch.Tensor], recording: Recording, runt
     )
 
 
-def sensitivity(runtime: Runtime, base: ParityCase) -> list[Row]:
+def sensitivity(runtime: Runtime, base: ParityCase) -> list[Finding]:
     """Other noise, time, guidance scale and conditioning must each give other output than `base` (full length)."""
     spec = runtime.spec
     program = runtime.programs[base.program]
@@ -262,11 +262,11 @@ def sensitivity(runtime: Runtime, base: ParityCase) -> list[Row]:
 
 def _changed(
     runtime: Runtime, base: ParityCase, name: str, trial: Callable[[], torch.Tensor], want: torch.Tensor
-) -> Row:
-    """The row of a trial with another `name`, which must give something else than `want`."""
+) -> Finding:
+    """The finding of a trial with another `name`, which must give something else than `want`."""
     start = time.perf_counter()
     change = ((trial() - want).norm() / want.norm()).item()
-    return Row(
+    return Finding(
         check="sensitivity",
         engine=engine_of(runtime, base),
         bucket=base.bucket,

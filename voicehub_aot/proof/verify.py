@@ -23,15 +23,15 @@ def verify(
     store.verify_files(path, manifest)
     recording = load_recording(path / store.PARITY)
     check_recording(recording, manifest.region, store.read_programs(path, manifest))
-    rows = []
+    findings = []
     for engine in (None,) if manifest.mixed else manifest.engine_names:
-        rows += parity.check(load(path, threads=threads, engine=engine), recording, progress)
-    return report_of(manifest, rows)
+        findings += parity.check(load(path, threads=threads, engine=engine), recording, progress)
+    return report_of(manifest, findings)
 
 
 def report_of(
     manifest: Manifest,
-    rows: Sequence[reports.Row],
+    findings: Sequence[reports.Finding],
     timings: Sequence[reports.Timing] = (),
     left_out: Mapping[str, str] | None = None,
 ) -> reports.ParityReport:
@@ -43,7 +43,7 @@ def report_of(
         target=manifest.target.name,
         weights_mode=manifest.weights_mode,
         versions=manifest.versions,
-        rows=tuple(rows),
+        findings=tuple(findings),
         timings=tuple(timings),
         left_out=dict(left_out or {}),
         sizes=tuple(reports.Size(name=name, bytes=entry.size) for name, entry in manifest.files.items()),
