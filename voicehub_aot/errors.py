@@ -70,7 +70,7 @@ class ExportFailed(BuildError):
 
 
 class StageFailed(BuildError):
-    """The stages graphs do not compute what the region computes."""
+    """The stages do not compute what the region computes."""
 
 
 class CompileFailed(BuildError):

@@ -14,7 +14,8 @@ from voicehub_aot.adapters import chatterbox
 from voicehub_aot.cli.settings import BuildSettings, options
 from voicehub_aot.compiler.export import export_region
 from voicehub_aot.compiler.models import resolve
-from voicehub_aot.compiler.split import Stages, split
+from voicehub_aot.compiler.split import split
+from voicehub_aot.compiler.stages import Stages
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
 from voicehub_aot.runtime.runtime import Runtime

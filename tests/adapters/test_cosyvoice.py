@@ -15,7 +15,8 @@ from torch import Tensor
 
 from voicehub_aot.adapters import cosyvoice
 from voicehub_aot.compiler.export import export_region
-from voicehub_aot.compiler.split import Stages, split
+from voicehub_aot.compiler.split import split
+from voicehub_aot.compiler.stages import Stages
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
 from voicehub_aot.runtime.runtime import Runtime

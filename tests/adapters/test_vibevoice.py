@@ -20,7 +20,8 @@ from voicehub_aot.adapters.vibevoice.checkpoint import _sizes_of
 from voicehub_aot.compiler.export import export_region
 from voicehub_aot.compiler.flops import matrix_flops
 from voicehub_aot.compiler.passes import all_evaluations
-from voicehub_aot.compiler.split import Stages, split
+from voicehub_aot.compiler.split import split
+from voicehub_aot.compiler.stages import Stages
 from voicehub_aot.errors import CheckpointMismatch, InputMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
 from voicehub_aot.runtime.runtime import Runtime

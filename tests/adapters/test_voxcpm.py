@@ -20,7 +20,8 @@ from voicehub_aot.adapters.voxcpm import cases
 from voicehub_aot.adapters.voxcpm.checkpoint import OUTSIDE, PREFIX
 from voicehub_aot.adapters.voxcpm.net import Config, rope_rows
 from voicehub_aot.compiler.export import export_region
-from voicehub_aot.compiler.split import Stages, split
+from voicehub_aot.compiler.split import split
+from voicehub_aot.compiler.stages import Stages
 from voicehub_aot.errors import CheckpointMismatch, OptionUnsupported, UnknownModel, UsageError
 from voicehub_aot.runtime.eager import EagerEvaluator
 from voicehub_aot.runtime.runtime import Runtime

@@ -9,7 +9,8 @@ from torch import nn
 
 from voicehub_aot.compiler.export import example_inputs, export_region
 from voicehub_aot.compiler.flops import matrix_flops
-from voicehub_aot.compiler.split import bindings, checked, is_cheap, run_stages, split
+from voicehub_aot.compiler.split import bindings, checked, is_cheap, split
+from voicehub_aot.compiler.stages import run_stages
 from voicehub_aot.errors import ExportFailed, StageFailed
 from voicehub_aot.spec.region import Binding, Region
 

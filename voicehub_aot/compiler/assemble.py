@@ -21,7 +21,7 @@ from voicehub_aot.compiler.jobs import compile_sizes
 from voicehub_aot.compiler.ladder import choose_ladder
 from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
-from voicehub_aot.compiler.split import Stages
+from voicehub_aot.compiler.stages import Stages
 from voicehub_aot.spec.bucket import Buckets, Ladder, label
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.region import BATCH

@@ -24,7 +24,8 @@ from voicehub_aot.compiler.jobs import plan_jobs, size_spans
 from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.compiler.passes.few_rows import serves_few
-from voicehub_aot.compiler.split import Stages, split
+from voicehub_aot.compiler.split import split
+from voicehub_aot.compiler.stages import Stages
 from voicehub_aot.engines import toolchain
 from voicehub_aot.errors import (
     BuildError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from voicehub_aot.compiler.split import Stage
+from voicehub_aot.compiler.stages import Stage
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from voicehub_aot import engines
 from voicehub_aot.compiler.export import example_inputs
 from voicehub_aot.compiler.options import Options
 from voicehub_aot.compiler.passes import rewritten
-from voicehub_aot.compiler.split import Deviation, Stages
+from voicehub_aot.compiler.stages import Deviation, Stages
 from voicehub_aot.engines import Span
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.region import BATCH, EVALUATIONS, RegionSpec, TensorSpec

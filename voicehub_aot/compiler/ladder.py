@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from voicehub_aot.compiler.split import Stage, Stages
+from voicehub_aot.compiler.stages import Stage, Stages
 from voicehub_aot.spec.bucket import Buckets, Ladder, doubling, rungs_between
 from voicehub_aot.spec.region import Dim
 

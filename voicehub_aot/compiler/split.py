@@ -9,21 +9,21 @@
 
 The split is one walk over the graph: a value is known when all its inputs are. A value that crosses a border is
 stored there, unless it costs less to recompute than to read (`is_cheap`); sizes are read off whatever tensor is at
-hand. `split` proves itself before it returns: the stages graphs must give what the whole graph gives.
+hand. `split` proves itself before it returns: the stages must give what the whole graph gives.
 """
 
 from __future__ import annotations
 
 import operator
-import time as clock
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from voicehub_aot.compiler.export import example_inputs, example_sizes
+from voicehub_aot.compiler.export import example_sizes
+from voicehub_aot.compiler.stages import Stage, Stages, attribute, deviation, run_stages, set_attribute
 from voicehub_aot.errors import StageFailed
 from voicehub_aot.spec.region import Binding, RegionSpec, TensorSpec
 
@@ -48,76 +48,7 @@ INDEX_ARITHMETIC = {
     aten.gt.Scalar, aten.ge.Scalar, aten.eq.Scalar, aten.bitwise_and.Tensor, aten.bitwise_not.default,
     aten.bitwise_or.Tensor, aten.logical_and.default, aten.logical_not.default, aten.logical_or.default,
 }  # fmt: skip
-SEEDS = (1, 2)  # of random inputs
-ROUNDING = 1e-5  # of the largest value: what another order of float32 sums may change
 MIXED = Binding.TIME | Binding.REQUEST
-
-
-@dataclass(frozen=True)
-class Stage:
-    """module(*inputs) -> tuple(outputs), both in the order given here.
-
-    row_bound: its code is made for as many rows as were promised, and no more.
-    """
-
-    name: str
-    module: nn.Module
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    row_bound: bool = False
-
-    def __call__(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results = self.module(*(values[i.name] for i in self.inputs))
-        return dict(zip((o.name for o in self.outputs), results, strict=True))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights and folded constants this stage reads."""
-        return sum(t.numel() * t.element_size() for t in self.constants.values())
-
-    @property
-    def constants(self) -> dict[str, torch.Tensor]:
-        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-
-    @property
-    def nodes(self) -> int:
-        return sum(n.op == "call_function" for n in self.graph.nodes)
-
-    @property
-    def graph(self) -> fx.Graph:
-        """Of a stage as `split` makes it, or rewritten node by node."""
-        assert isinstance(self.module, fx.GraphModule)
-        return self.module.graph
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The region in stages. Value names are unique across stages.
-
-    table: time -> its outputs. mixed: the part of `prepare` that also depends on time, None if there is none;
-    folded: constants
-    computed at build, by name. deviations: what `split` and each pass since measured of itself.
-    """
-
-    spec: RegionSpec
-    table: Stage
-    prepare: Stage
-    mixed: Stage | None
-    step: Stage
-    folded: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    deviations: Mapping[str, Deviation] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """Largest difference on random inputs between what a rewrite was made from and its result, and the most it may be.
-
-    seconds: what measuring it took.
-    """
-
-    worst: float
-    allowed: float
-    seconds: float | None = None
 
 
 def is_cheap(node: fx.Node) -> bool:
@@ -298,24 +229,6 @@ class _Sizes:
         return self.made[expression]
 
 
-def attribute(module: nn.Module, target: str) -> torch.Tensor:
-    """The tensor under a dotted name."""
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value.detach()  # type: ignore[no-any-return]
-
-
-def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
-    """Register a buffer under a dotted name."""
-    *path, leaf = target.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root._modules[part]  # type: ignore[assignment]
-    root.register_buffer(leaf, tensor)
-
-
 def split(source: fx.GraphModule, spec: RegionSpec, symbols: Mapping[str, str]) -> Stages:
     """The region's graph (from `export.export_region`) in stages, checked against the whole. Raises StageFailed."""
     work = _Split(source, spec, symbols)
@@ -371,41 +284,6 @@ def checked(stages: Stages, source: fx.GraphModule) -> Stages:
         results = source(**inputs)
         return dict(zip(stages.spec.outputs, results if isinstance(results, tuple) else (results,), strict=True))
 
-    sizes, what = example_sizes(stages.spec), f"region {stages.spec.name}: staged"
+    sizes, what = example_sizes(stages.spec), f"region {stages.spec.name}: in stages,"
     found = deviation(what, stages.spec, sizes, whole, lambda inputs: run_stages(stages, inputs))
     return replace(stages, deviations={"split": found})
-
-
-Run = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]  # region inputs -> outputs by name
-
-
-def deviation(what: str, spec: RegionSpec, sizes: Mapping[str, int], wanted: Run, got: Run) -> Deviation:
-    """Two ways to compute the region, on random inputs of these sizes: equal up to float32 rounding, else StageFailed.
-
-    what: came out wrong, for the error.
-    """
-    start, found = clock.perf_counter(), Deviation(0.0, 0.0)
-    with torch.no_grad():
-        for seed in SEEDS:
-            inputs = example_inputs(spec, sizes, seed)
-            results = got(inputs)
-            for name, want in wanted(inputs).items():
-                worst, allowed = (want - results[name]).abs().max().item(), ROUNDING * want.abs().max().item()
-                found = max(found, Deviation(worst, allowed), key=lambda d: d.worst)
-                if not worst <= allowed:
-                    raise StageFailed(f"{what} {name!r} is off by {worst:.3g} (seed {seed})")
-    return replace(found, seconds=clock.perf_counter() - start)
-
-
-def run_stages(stages: Stages, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All stages in turn on one set of region inputs: every output of the region. For checks, not for speed.
-
-    What a stage takes or gives for all evaluations at once, [N, ...], is of one evaluation here.
-    """
-    values = dict(inputs)
-    for stage in (stages.table, stages.prepare, stages.mixed, stages.step):
-        if stage is not None:
-            given = {v.name: values[v.name][None] if v.stacked else values[v.name] for v in stage.inputs}
-            results = stage(given)
-            values.update({v.name: results[v.name][0] if v.stacked else results[v.name] for v in stage.outputs})
-    return {name: values[name] for name in stages.spec.outputs}

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from voicehub_aot import engines
 from voicehub_aot.compiler.export import example_sizes
-from voicehub_aot.compiler.split import Stages, deviation, run_stages
+from voicehub_aot.compiler.stages import Stages, deviation, run_stages
 from voicehub_aot.engines import Span, Weights
 
 PASSES = ("all_evaluations", "few_rows")  # in the order they run

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from voicehub_aot.compiler.passes import Spans
-from voicehub_aot.compiler.split import Stage, Stages, set_attribute
+from voicehub_aot.compiler.stages import Stage, Stages, set_attribute
 from voicehub_aot.engines import Engine, Weights
 from voicehub_aot.spec.region import BATCH, EVALUATIONS, TensorSpec
 

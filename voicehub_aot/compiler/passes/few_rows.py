@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from voicehub_aot.compiler.passes import Spans
-from voicehub_aot.compiler.split import Stage, Stages, attribute, set_attribute
+from voicehub_aot.compiler.stages import Stage, Stages, attribute, set_attribute
 from voicehub_aot.engines import Engine, Weights
 from voicehub_aot.kernels.linear import few, reduced
 
