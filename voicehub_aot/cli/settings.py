@@ -1,4 +1,4 @@
-"""A build's options: from flags and a TOML file, flags winning, to `compilation.Options`."""
+"""A build's options: from flags and a TOML file, flags winning, to `compiler.options.RequestedOptions`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from voicehub_aot.compiler import models
 from voicehub_aot.compiler.export import MAX_ROWS
 from voicehub_aot.compiler.jobs import MAX_EVALUATIONS
 from voicehub_aot.compiler.models import Model
-from voicehub_aot.compiler.options import Options
+from voicehub_aot.compiler.options import RequestedOptions
 from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
 from voicehub_aot.spec import bucket
 from voicehub_aot.spec.target import default_target, parse_target, usable_threads
@@ -80,7 +80,7 @@ class BuildSettings(BaseModel):
         return self.checkpoint or f"hf:{ids[self.config or adapter.DEFAULT_CONFIG]}"
 
 
-def as_toml(model: Model, settings: BuildSettings, options: Options) -> str:
+def as_toml(model: Model, settings: BuildSettings, options: RequestedOptions) -> str:
     """The options as they were resolved, ready for `build --from`."""
     resolved = {
         "config": settings.config or model.config_name,
@@ -126,7 +126,7 @@ def options(
     multiple_of: int,
     parity: bool,
     replace: bool,
-) -> Options:
+) -> RequestedOptions:
     """Checked options for this model. Raises UsageError, OptionUnsupported or NoBucketFits."""
     adapter = adapters.load(model.name)
     spec = model.region.spec
@@ -173,7 +173,7 @@ def options(
             "--shapes static needs --weights-mode shared: packed engines each hold all weights, and one dynamic "
             "engine is as fast on CPU"
         )
-    return Options(
+    return RequestedOptions(
         buckets=promised,
         programs=programs,
         target=parse_target(settings.target or default_target()),

@@ -60,7 +60,7 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
     """
     options = parts.options
     kept = [(item, serves) for item in compiled if (serves := _serves(item, choice)) is not None]
-    reads = [item.reads_weight_file(options.weights) for item, _ in kept]
+    reads = [item.reads_weight_file(options.weights_mode) for item, _ in kept]
     tensors = _tensors(parts, [i for (i, _), r in zip(kept, reads, strict=True) if r])
     store.save_tensors(tensors, folder / store.WEIGHTS)
     entries: list[EngineEntry] = []
@@ -88,7 +88,7 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
         buckets=options.buckets,
         ladder=_ladder(parts, entries),
         shapes=options.shapes,
-        weights_mode="shared" if all(reads) else options.weights,
+        weights_mode="shared" if all(reads) else options.weights_mode,
         engines=tuple(entries),
         stages=stage_reports(parts.stages, options.buckets, parts.symbols),
         folded=tuple(sorted(parts.stages.folded)),
@@ -100,7 +100,7 @@ def assemble(parts: Parts, compiled: Sequence[Compiled], folder: Path, choice: C
 def _ladder(parts: Parts, entries: Sequence[EngineEntry]) -> Ladder:
     """Where one engine serves every size, as many rungs as the kernels it keeps allow; else none."""
     options = parts.options
-    kept = max(engines.kernel_bytes(e.engine, options.weights) for e in entries)
+    kept = max(engines.kernel_bytes(e.engine, options.weights_mode) for e in entries)
     if options.shapes == "static":
         return Ladder()
     return choose_ladder(parts.stages, options.buckets, parts.symbols, kept)

@@ -22,7 +22,7 @@ from voicehub_aot.compiler.compile import Compiled, compile_all
 from voicehub_aot.compiler.export import MAX_ROWS, export_region
 from voicehub_aot.compiler.jobs import plan_jobs, size_spans
 from voicehub_aot.compiler.models import Model
-from voicehub_aot.compiler.options import Options
+from voicehub_aot.compiler.options import Options, RequestedOptions
 from voicehub_aot.compiler.passes.few_rows import serves_few
 from voicehub_aot.compiler.split import split
 from voicehub_aot.compiler.stages import Stages
@@ -55,7 +55,7 @@ PAUSE_SECONDS = 0.06  # before a timed call: what an engine left spinning slows 
 
 
 def build(
-    model: Model, options: Options, output: Path, progress: Progress | None = None, settings: str | None = None
+    model: Model, options: RequestedOptions, output: Path, progress: Progress | None = None, settings: str | None = None
 ) -> Manifest:
     """Build `output`, an artifact directory, whole or not at all.
 
@@ -72,8 +72,7 @@ def build(
         graph, symbols = export_region(model.region)
         progress.stage("split by binding time")
         stages = split(graph, model.region.spec, symbols)
-        options = decided(options, stages)
-        parts = Parts(model, options, stages, symbols, settings)
+        parts = Parts(model, decided(options, stages), stages, symbols, settings)
         compiled, left_out = _compile(parts, cache, start, progress)
         left_out = {**unable, **left_out}
         if not options.parity and not options.auto:
@@ -83,7 +82,9 @@ def build(
         return store.write_manifest(folder, manifest)
 
 
-def able(options: Options, cache: Path, output: Path, progress: Progress) -> tuple[Options, dict[str, str]]:
+def able(
+    options: RequestedOptions, cache: Path, output: Path, progress: Progress
+) -> tuple[RequestedOptions, dict[str, str]]:
     """The options with the engines that can be built here, and why others cannot, told before the long work.
 
     An engine asked for by name is never left out: its error is raised.
@@ -107,12 +108,12 @@ def able(options: Options, cache: Path, output: Path, progress: Progress) -> tup
     return replace(options, engines=left), unable
 
 
-def decided(options: Options, stages: Stages) -> Options:
-    """The options with the weights mode chosen, where that was left to the build."""
+def decided(options: RequestedOptions, stages: Stages) -> Options:
+    """The options with the weights mode decided on: shared where every linear of the step has few rows."""
     if options.weights_mode != "auto":
-        return options
+        return options.resolved(options.weights_mode)
     shared = serves_few(stages.step, size_spans(stages.spec, options))
-    return replace(options, weights_mode="shared" if shared else "packed")
+    return options.resolved("shared" if shared else "packed")
 
 
 def _compile(parts: Parts, cache: Path, start: float, progress: Progress) -> tuple[list[Compiled], dict[str, str]]:

@@ -64,8 +64,8 @@ def engine_payload(code: StageCode, job: Job, options: Options) -> dict[str, Any
         "border": [v.model_dump(mode="json") for v in (*job.inputs, *job.outputs)],
         "examples": [[list(t.shape), str(t.dtype)] for t in job.examples],
         "constants": shapes,
-        "weights": "" if engine.reads_weight_file(options.weights) else weights_digest(code.weights),
-        "settings": engine.settings(code, options.weights, options.target),
+        "weights": "" if engine.reads_weight_file(options.weights_mode) else weights_digest(code.weights),
+        "settings": engine.settings(code, options.weights_mode, options.target),
         "torch": torch.__version__,
     }
 

@@ -82,7 +82,7 @@ def compile_all(
 def install(item: Compiled, folder: Path, options: Options) -> EngineEntry:
     """Copy a finished engine into an artifact that has its weight file."""
     job, engine = item.job, engines.get(item.job.engine)
-    constants = item.payload["constants"] if item.reads_weight_file(options.weights) else {}
+    constants = item.payload["constants"] if item.reads_weight_file(options.weights_mode) else {}
     return EngineEntry(
         engine=engine.NAME,
         stage=job.stage,
@@ -115,7 +115,7 @@ def _compile_waiting(
         for item, code in waiting:
             progress.engine(item.job.name, "compile")
             start = time.perf_counter()
-            compile_into_cache(code, item.job.engine, item.payload, item.place, options.weights, options.target)
+            compile_into_cache(code, item.job.engine, item.payload, item.place, options.weights_mode, options.target)
             seconds = time.perf_counter() - start
             progress.engine(item.job.name, "done", seconds)
             yield replace(item, seconds=seconds)
@@ -141,7 +141,7 @@ def _compile_in_workers(
             torch.export.save(code.program, file)  # a program does not pickle
             border = replace(code, program=None)  # type: ignore[arg-type]
             future = pool.submit(
-                _compile_in_worker, file, border, item.job.engine, item.payload, item.place, options.weights,
+                _compile_in_worker, file, border, item.job.engine, item.payload, item.place, options.weights_mode,
                 options.target, threads,
             )  # fmt: skip
             pending[future] = item

@@ -11,7 +11,7 @@ import torch
 
 from voicehub_aot import engines
 from voicehub_aot.compiler.export import example_inputs
-from voicehub_aot.compiler.options import Options
+from voicehub_aot.compiler.options import Options, RequestedOptions
 from voicehub_aot.compiler.passes import rewritten
 from voicehub_aot.compiler.stages import Deviation, Stages
 from voicehub_aot.engines import Span
@@ -60,7 +60,7 @@ def plan_jobs(stages: Stages, options: Options, engine: str) -> list[Job]:
     used = {str(s) for v in stages.step.inputs for s in v.shape}
     values = _example_values(stages, compile_sizes(stages, options.buckets, {}))
     spans = size_spans(stages.spec, options)
-    ready = rewritten(stages, engine, options.weights, spans)
+    ready = rewritten(stages, engine, options.weights_mode, spans)
     prepare, step = ready.prepare, ready.step
     examples = tuple(
         torch.stack([values[v.name]] * EXAMPLE_EVALUATIONS) if v.stacked else values[v.name] for v in prepare.inputs
@@ -91,7 +91,7 @@ def compile_sizes(stages: Stages, buckets: Buckets, fixed: Mapping[str, int]) ->
     return sizes
 
 
-def size_spans(spec: RegionSpec, options: Options) -> dict[str, tuple[Span, ...]]:
+def size_spans(spec: RegionSpec, options: RequestedOptions) -> dict[str, tuple[Span, ...]]:
     """What each size that varies must serve, by name: one span for each of its buckets, else the region's own limits.
 
     Rows are requests x guidance branches. "N": evaluations of the programs.

@@ -10,17 +10,16 @@ from typing import Literal
 
 from voicehub_aot.compiler.choose import Choice
 from voicehub_aot.engines import Weights
-from voicehub_aot.errors import InternalError
 from voicehub_aot.spec.bucket import Buckets
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.target import Target
 
 
 @dataclass(frozen=True)
-class Options:
-    """How it is to be built.
+class RequestedOptions:
+    """How it is to be built, as asked for.
 
-    weights_mode: auto is shared where every linear of the step has few rows, else packed; `build` decides.
+    weights_mode: auto leaves it to the build, which has to see the stages first.
     shapes: static gives one step engine a bucket (of engines that have such), dynamic one for all.
     engines: all are built; a runtime opens the first unless told otherwise. auto: they are candidates, and only the
     fastest in each bucket are kept. engine_budget: seconds after which no further candidate is compiled, and timing is
@@ -46,9 +45,13 @@ class Options:
     histogram: Mapping[int, float] | None = None
     engines_from: Mapping[str, Path] | None = None
 
-    @property
-    def weights(self) -> Weights:
-        """The weights mode that was decided on."""
-        if self.weights_mode == "auto":
-            raise InternalError("the weights mode was not decided yet")
-        return self.weights_mode
+    def resolved(self, weights_mode: Weights) -> Options:
+        """With what was left to the build."""
+        return Options(**{**vars(self), "weights_mode": weights_mode})
+
+
+@dataclass(frozen=True)
+class Options(RequestedOptions):
+    """How it is built: nothing is left open."""
+
+    weights_mode: Weights = "packed"
