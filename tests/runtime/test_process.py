@@ -354,6 +354,15 @@ def test_files_that_were_only_touched_are_read_once_more_and_no_further(
 # --- copies and pickles
 
 
+def test_a_second_load_does_not_change_the_first_runtimes_threads(supertonic_shared: Path) -> None:
+    first, second = load(supertonic_shared, threads=1), load(supertonic_shared, threads=2)
+    used = []
+    for runtime in (first, second, first):
+        sampled(runtime)
+        used.append(torch.get_num_threads())
+    assert used == [1, 2, 1]
+
+
 def test_a_copy_is_the_runtime_itself(artifact: Path) -> None:
     runtime = load(artifact, threads=1)
     assert copy.copy(runtime) is copy.deepcopy(runtime) is runtime

@@ -1,4 +1,4 @@
-"""What `os.fork` does to compute threads: they do not survive it, and whoever waits for one waits for ever."""
+"""Compute threads: each runtime has its own number of them. They do not survive `os.fork`: who waits for one hangs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,14 @@ class Turns:
         self._free = threading.BoundedSemaphore(self._most)
 
     def check(self) -> None:
-        """To be called before any computation. Raises ProcessForked where it would wait for ever."""
+        """To be called before any computation: gives the calling thread this runtime's number of compute threads.
+
+        Raises ProcessForked where it would wait for ever.
+        """
         threads = torch.get_num_threads()
+        if self._threads not in (None, threads):  # another runtime, or the caller's own code, has changed it
+            threads = self._threads
+            torch.set_num_threads(threads)
         if os.getpid() != self._process:
             alone = threads == 1 and self._threads in (None, 1)
             if not alone or not all(self._free.acquire(blocking=False) for _ in range(self._most)):

@@ -34,8 +34,8 @@ Scale = float | Mapping[str, float] | None  # of guidance: for all branches, by 
 class Runtime:
     """Samples with a built model. Safe to use from several threads: a call shares no state with another.
 
-    At most `concurrency` requests run at once; further ones wait their turn. Compute threads belong to the process
-    (torch.set_num_threads), so more concurrency gives fairness, not throughput.
+    At most `concurrency` requests run at once; further ones wait their turn. Every request computes on all of the
+    runtime's threads, so more concurrency gives fairness, not throughput.
     """
 
     def __init__(
