@@ -91,7 +91,7 @@ def test_every_figure_is_on_record(mixed):
         ("aoti", 16, False),
         ("onnxruntime", 16, True),
     }
-    assert {r.engine for r in report.findings} == {"eager", "aoti", "onnxruntime"}
+    assert {r.engine for r in report.findings} == {"aoti", "onnxruntime"}
     step = next(e for e in mixed[1].engines if e.engine == "aoti")
     assert step.reason == "frames=8: 2 ms, eager 9 (4.50x), onnxruntime 2.5"
 

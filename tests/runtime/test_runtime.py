@@ -475,7 +475,7 @@ HOLES = torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1]).expand(2, 1, 8)
         ({"latent_mask": torch.ones(8)}, r"mask of frames is \[8\]"),
         ({"latent_mask": torch.ones(1, 1, 8)}, "lengths=.*, wanted 2 integers"),
         ({"latent_mask": torch.zeros(2, 1, 8)}, "lengths holds 0"),
-        ({"latent_mask": HOLES}, "no prefix mask"),
+        ({"latent_mask": HOLES}, "not a prefix mask"),
         ({"latent_mask": [[1.0]]}, "mask of frames is a list"),
         ({"text_mask": torch.ones(2, 1, 6)}, r"mask of text is \[2, 1, 6\], wanted \[B, 5\]"),
         ({"current_step": torch.tensor([1.0, 1.0, 1.0])}, "3 steps of 2 totals"),
