@@ -36,6 +36,7 @@ def open_scorer(utterances: UtteranceSet) -> Hearing:
     decoder.activate_search(NAME)
 
     def hear(clip: Clip, reference: Clip) -> Scored:
+        decoder.reinit_feat()  # or what it heard before changes what it hears
         decoder.start_utt()
         decoder.process_raw(pcm16(clip.at(RATE_HZ)), full_utt=True)
         decoder.end_utt()
