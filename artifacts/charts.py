@@ -16,6 +16,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from voicehub_aot.artifacts.quality import Judged, QualityReport
 from voicehub_aot.artifacts.report import Finding, Size, Timing
 from voicehub_aot.spec.bucket import label
 
@@ -165,6 +166,43 @@ def sizes(parts: Sequence[Size]) -> str:
     bars = axes.barh([part.name for part in shown], [part.bytes for part in shown], height=0.6)
     _finish_bars(axes, bars, [_bytes(part.bytes) for part in shown])
     return _svg(figure, "sizes", "size of the artifact's parts")
+
+
+@rc_context(STYLE)
+def latent(times: Sequence[float], errors: Sequence[float], judged: Judged) -> str:
+    """The latent error after each step, against what another seed changes and the bound of the last step."""
+    figure = _figure(5.4, 3.3)
+    axes = figure.add_subplot(title="latent error by step", xlabel="time of the schedule", ylabel="relative L2")
+    axes.plot(times, errors, color=_series(0), marker="o", markersize=3, label="candidate, from the reference")
+    axes.axhspan(
+        min(judged.band.values()), max(judged.band.values()), color=PAINT["accent"], alpha=0.4, label="A/A band"
+    )
+    axes.axhline(judged.bound, color=PAINT["bad"], linestyle=":", label="bound of the final state")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+    _legend(figure, axes, "outside lower center")
+    return _svg(figure, "latent", "latent error against step")
+
+
+@rc_context(STYLE)
+def trade(report: QualityReport) -> str:
+    """What time buys: both sides' real-time factor against each word error rate; "" where none was scored."""
+    rates = [item for item in report.measures if item.name.endswith("_wer")]
+    if not rates:
+        return ""
+    figure = _figure(5.4, 3.3)
+    axes = figure.add_subplot(title="time against words", xlabel="real-time factor, p50", ylabel="word error rate")
+    for index, rate in enumerate(rates):
+        color, own = _series(index), list(rate.band.values())
+        axes.plot([report.reference.rtf_p50] * len(own), own, "o", color=PAINT["muted"], label="reference, by seed")
+        axes.plot(report.candidate.rtf_p50, rate.value, "o", color=color, markersize=8, label=f"candidate, {rate.name}")
+        axes.axhline(rate.bound, color=color, linestyle=":", label=f"bound, {rate.name}")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+    axes.grid(axis="y")
+    _legend(figure, axes, "outside lower center")
+    return _svg(figure, "trade", "real-time factor against word error rate")
 
 
 def _finish_bars(axes: Axes, bars: BarContainer, texts: list[str]) -> None:

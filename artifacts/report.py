@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Protocol, get_args
+from typing import Annotated, Literal, NoReturn, Protocol, get_args
 from xml.etree import ElementTree
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema, model_validator
 
-from voicehub_aot.errors import ArtifactCorrupt, MissingDependency, VersionUnsupported
+from voicehub_aot.artifacts.pages import html_tools, render, xml_text
+from voicehub_aot.errors import ArtifactCorrupt, VersionUnsupported
 from voicehub_aot.spec.bucket import label
 
 SCHEMA_VERSION = 2
@@ -294,11 +293,11 @@ def write_schema() -> None:
 
 def junit(report: ParityReport) -> str:
     """JUnit XML: one testcase per engine, bucket, check and program. Without any measurement, one that fails."""
-    suite = ElementTree.Element("testsuite", name=_xml(f"parity of {report.model} {report.config}"))
+    suite = ElementTree.Element("testsuite", name=xml_text(f"parity of {report.model} {report.config}"))
     properties = ElementTree.SubElement(suite, "properties")
     facts = {"target": report.target, "weights": report.weights_mode, "checkpoint": report.checkpoint}
     for name, value in {**facts, **report.versions}.items():
-        ElementTree.SubElement(properties, "property", name=_xml(name), value=_xml(value))
+        ElementTree.SubElement(properties, "property", name=xml_text(name), value=xml_text(value))
 
     cases: dict[str, list[Finding]] = {}
     for finding in report.findings:
@@ -323,16 +322,15 @@ def junit(report: ParityReport) -> str:
 def _testcase(
     suite: ElementTree.Element, report: ParityReport, name: str, failures: list[str], seconds: float = 0.0
 ) -> None:
-    about = {"classname": _xml(f"parity.{report.model}.{report.config}"), "name": _xml(name), "time": f"{seconds:.6f}"}
+    about = {
+        "classname": xml_text(f"parity.{report.model}.{report.config}"),
+        "name": xml_text(name),
+        "time": f"{seconds:.6f}",
+    }
     case = ElementTree.SubElement(suite, "testcase", about)
     if failures:
-        failure = ElementTree.SubElement(case, "failure", type="parity", message=_xml(failures[0]))
-        failure.text = _xml("\n".join(failures))
-
-
-def _xml(text: str) -> str:
-    """Without the control characters that XML 1.0 cannot hold, e.g. a compiler's colours in a note."""
-    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
+        failure = ElementTree.SubElement(case, "failure", type="parity", message=xml_text(failures[0]))
+        failure.text = xml_text("\n".join(failures))
 
 
 def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -344,40 +342,23 @@ def _explain(finding: Finding) -> str:
     return f"{finding.name}: {finding.verdict}{at}" + (f"; {finding.note}" if finding.note else "")
 
 
-def html_tools() -> tuple[Any, Any]:
-    """jinja2, and the module that draws. Raises MissingDependency without the `report` extra."""
-    try:
-        import jinja2
-
-        from voicehub_aot.artifacts import charts
-    except ImportError as error:
-        raise MissingDependency(
-            f"the HTML report needs jinja2 and matplotlib ({error}); pip install 'voicehub-aot[report]'"
-        ) from error
-    return jinja2, charts
-
-
 def html(report: ParityReport) -> str:
     """One self-contained page. Needs the `report` extra: raises MissingDependency without it."""
-    jinja2, charts = html_tools()
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"number": number, "label": label}
+    _, charts = html_tools()
     groups = [
         (check, _worst_first(finding for finding in report.findings if finding.check == check))
         for check in get_args(Check)
     ]
-    template = resources.files("voicehub_aot.artifacts").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(template).render(  # type: ignore[no-any-return]
-        report=report,
-        groups=sorted((g for g in groups if g[1]), key=lambda group: group[1][0].passed),
-        about=CHECKS,
-        timings=sorted(report.timings, key=lambda timing: timing.speedup >= 1),
-        error_charts=charts.errors([finding for finding in report.findings if finding.errors_by_step]),
-        latency_chart=charts.latency(report.timings) if report.timings else "",
-        size_chart=charts.sizes(report.sizes) if report.sizes else "",
-    )
+    values = {
+        "report": report,
+        "groups": sorted((g for g in groups if g[1]), key=lambda group: group[1][0].passed),
+        "about": CHECKS,
+        "timings": sorted(report.timings, key=lambda timing: timing.speedup >= 1),
+        "error_charts": charts.errors([finding for finding in report.findings if finding.errors_by_step]),
+        "latency_chart": charts.latency(report.timings) if report.timings else "",
+        "size_chart": charts.sizes(report.sizes) if report.sizes else "",
+    }
+    return render(TEMPLATE, {"number": number}, values)
 
 
 def summary(report: ParityReport) -> list[tuple[str, int, int, str]]:

@@ -18,6 +18,7 @@ from conftest import Ran
 
 from voicehub_aot import adapters
 from voicehub_aot.cli import commands, console, settings
+from voicehub_aot.proof.quality.utterances import UtteranceSet
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -325,15 +326,17 @@ def test_every_python_snippet_compiles_and_names_what_exists() -> None:
 
 
 def bad_settings(found: Found) -> str | None:
+    """A TOML block is an options file, or a set of utterances."""
+    kind = UtteranceSet if "[[utterance]]" in found.text else settings.BuildSettings
     try:
-        settings.BuildSettings.model_validate(tomllib.loads(found.text))
+        kind.model_validate(tomllib.loads(found.text))
     except ValueError as error:
         return str(error)
     return None
 
 
-def test_every_options_file_is_accepted() -> None:
-    assert wrong(fenced(TOML), bad_settings, at_least=1) == []
+def test_every_options_file_and_set_of_utterances_is_accepted() -> None:
+    assert wrong(fenced(TOML), bad_settings, at_least=2) == []
 
 
 def test_the_options_of_every_sampling_loop_are_listed() -> None:

@@ -28,6 +28,8 @@ TREE = [
     ("EngineUnavailable", errors.Unsupported, 4),
     ("OptionUnsupported", errors.Unsupported, 4),
     ("GateFailed", errors.AotError, 6),
+    ("QualityRejected", errors.AotError, 7),
+    ("NoBenefit", errors.AotError, 8),
     ("MissingDependency", errors.AotError, 4),
     ("InternalError", RuntimeError, 1),
 ]

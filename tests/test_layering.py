@@ -41,6 +41,7 @@ OPTIONAL = {
     "jinja2",
     "matplotlib",
     "huggingface_hub",
+    *("pocketsphinx", "jiwer", "whisper", "speechmos", "distillmos", "resemblyzer", "librosa"),
 }
 IMPORTED_WHEN_USED = {"artifacts/charts.py": {"matplotlib"}}  # files that are themselves imported inside a function
 

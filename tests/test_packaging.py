@@ -20,6 +20,9 @@ FOLDERS = {
 }
 DATA = {
     "voicehub_aot/py.typed",
+    "voicehub_aot/artifacts/page.css.jinja",
+    "voicehub_aot/artifacts/quality.html.jinja",
+    "voicehub_aot/artifacts/quality.schema.json",
     "voicehub_aot/artifacts/report.html.jinja",
     "voicehub_aot/artifacts/report.schema.json",
 }

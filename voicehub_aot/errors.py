@@ -7,6 +7,8 @@
       LoadError          ArtifactCorrupt, VersionUnsupported, TargetMismatch              exit 5
       Unsupported        EngineUnavailable, OptionUnsupported                             exit 4
       GateFailed         slower than the caller asked for                                 exit 6
+      QualityRejected    speech is worse than the reference's, or is not its speech       exit 7
+      NoBenefit          an approximation that saves nothing                              exit 8
       MissingDependency  (also ImportError)                                               exit 4
     InternalError        our own bug, outside the tree                                    exit 1
 
@@ -123,6 +125,18 @@ class GateFailed(AotError):
     """An engine is slower than the caller's gate."""
 
     exit_code = 6
+
+
+class QualityRejected(AotError):
+    """The quality gate found the candidate worse than the reference."""
+
+    exit_code = 7
+
+
+class NoBenefit(AotError):
+    """The quality gate found nothing wrong with an approximation, and nothing that it saves."""
+
+    exit_code = 8
 
 
 class MissingDependency(AotError, ImportError):

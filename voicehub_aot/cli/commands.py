@@ -11,6 +11,8 @@ import typer
 
 from voicehub_aot import __version__
 from voicehub_aot.cli import console
+from voicehub_aot.cli.arguments import Artifact, Json, Threads, Verbose
+from voicehub_aot.cli.quality import evaluate
 from voicehub_aot.errors import GateFailed, OptionUnsupported, ParityFailed
 
 app = typer.Typer(
@@ -20,10 +22,6 @@ app = typer.Typer(
     help="Ahead-of-time compiler for text-to-speech denoisers.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Logs on stderr.")]
-Artifact = Annotated[Path, typer.Argument(help="An artifact directory.")]
-Threads = Annotated[int | None, typer.Option(help="Compute threads; default what affinity and cgroup allow.")]
 Weights = Annotated[
     str | None,
     typer.Option("--checkpoint", "--weights", help="A path, hf:owner/name[@revision][:file], or 'synthetic'."),
@@ -127,13 +125,13 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Digests, then every recorded parity case on every engine. Exit 3 if one drifted, 5 if it does not open."""
-    from voicehub_aot.artifacts import report as reports, store
+    from voicehub_aot.artifacts import pages, report as reports, store
     from voicehub_aot.proof.verify import verify as run_verify
 
     console.set_up_logging(verbose)
     console.check_reports(artifact, (junit, html, report))
     if html:
-        reports.html_tools()
+        pages.html_tools()
     progress = console.ConsoleProgress()
     try:
         progress.stage(f"verify {artifact}")
@@ -380,6 +378,9 @@ def doctor(as_json: Json = False) -> None:
         console.show_json(facts)
     else:
         console.show_table("doctor", ("what", "value"), list(facts.items()))
+
+
+app.command()(evaluate)
 
 
 def weights_mode_of(text: str) -> Literal["packed", "shared"]:

@@ -109,9 +109,7 @@ class Runtime:
         """
         self._turns.check()
         if noise is None:
-            draws = 1 + len(self._program(program).noises)
-            noise, *later = self._reader.draw(seed, lengths, conditioning, draws)
-            step_noise = torch.stack(later) if later else None
+            noise, step_noise = self.noise(seed, lengths, program, **conditioning)
         elif seed is not None:
             raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
         arguments = {**conditioning, **self._reader.lengths_argument(lengths)}
@@ -121,6 +119,21 @@ class Runtime:
             )
             self._tidy()
         return last
+
+    def noise(
+        self,
+        seed: int | Sequence[int] | None,
+        lengths: Sequence[int] | torch.Tensor | None = None,
+        program: str | int | None = None,
+        **conditioning: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `sample` draws from this seed: noise like the state [B, ...], and the program's step noise, if any.
+
+        Programs that draw more on their way start from the same noise. Raises InputMismatch or ProgramNotBuilt.
+        """
+        draws = 1 + len(self.program(program).noises)
+        noise, *later = self._reader.draw(seed, lengths, conditioning, draws)
+        return noise, torch.stack(later) if later else None
 
     def trajectory(
         self,
@@ -140,7 +153,7 @@ class Runtime:
         when it runs. Everything is checked at the call, before the first step.
         """
         self._turns.check()
-        chosen = self._program(program)
+        chosen = self.program(program)
         start, stop = self._span(chosen, start, stop)
         scales = self._scales(guidance)
         laid_out = self._read(noise, request, self._running(chosen, scales))
@@ -228,8 +241,8 @@ class Runtime:
         self._turns.check()
         laid_out = self._read(state, request, range(self._branches))
         noise = laid_out.state.to(self.evaluator.dtype)
-        velocity = self._velocity(laid_out, self._program(program), self._scales(None), noise)
-        instructions = self._program(program).instructions
+        velocity = self._velocity(laid_out, self.program(program), self._scales(None), noise)
+        instructions = self.program(program).instructions
         against = next(i.against for i in instructions if isinstance(i, Evaluate) and i.evaluation == evaluation)
         return lambda: velocity(evaluation, noise, against)
 
@@ -284,7 +297,8 @@ class Runtime:
         others = enumerate(self.spec.guidance.branches)
         return {*range(branches), *(n for n, b in others if any(b.flags.get(flag) for flag in by_hand))}
 
-    def _program(self, wanted: str | int | None) -> Program:
+    def program(self, wanted: str | int | None = None) -> Program:
+        """A built program by name or by step count; default the first. Raises ProgramNotBuilt."""
         if wanted is None:
             return next(iter(self.programs.values()))
         matching = [p for p in self.programs.values() if wanted in (p.name, p.steps)]
