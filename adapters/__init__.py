@@ -74,7 +74,8 @@ class Adapter(Protocol):
 
     An adapter may leave out the names in OPTIONAL, which has their defaults. CONFIG_STEPS: step counts by config where
     they differ from DEFAULT_STEPS. RELEASED_DTYPE: dtype of the released checkpoints, which synthetic weights have too.
-    HUB_IDS: the hub repository, owner/name, of each released config's checkpoint.
+    HUB_IDS: the hub repository, owner/name, of each released config's checkpoint. BEHAVIOUR_OPTIONS: those of
+    PROGRAM_OPTIONS that ask for another result (other guidance, other noise), not for another way to the same one.
     """
 
     NAME: str
@@ -115,6 +116,7 @@ class Adapter(Protocol):
 OPTIONAL: Mapping[str, Any] = {
     "CONFIG_STEPS": {},
     "HUB_IDS": {},
+    "BEHAVIOUR_OPTIONS": (),
     "RELEASED_DTYPE": torch.float32,
     "case_config": None,
 }

@@ -25,6 +25,7 @@ from pydantic import (
 from voicehub_aot.artifacts.relations import check_path, problems
 from voicehub_aot.spec.bucket import Buckets, Ladder
 from voicehub_aot.spec.region import Name, RegionSpec, Size, TensorSpec
+from voicehub_aot.spec.safety import Decision
 from voicehub_aot.spec.target import Target
 
 SCHEMA_VERSION = 2
@@ -111,6 +112,7 @@ class Manifest(_Data):
     stages: dict[str, StageReport]
     folded: tuple[str, ...]
     programs: tuple[Name, ...]
+    decisions: tuple[Decision, ...] = ()
     files: dict[InsidePath, FileEntry]
     digest: str = ""
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema, mod
 from voicehub_aot.artifacts.pages import html_tools, render, xml_text
 from voicehub_aot.errors import ArtifactCorrupt, VersionUnsupported
 from voicehub_aot.spec.bucket import label
+from voicehub_aot.spec.safety import Decision
 
 SCHEMA_VERSION = 2
 SCHEMA = "report.schema.json"
@@ -188,7 +189,8 @@ def busiest(times: Iterable[Measured]) -> float | None:
 class ParityReport(_Data):
     """True iff something was measured and all of it passed.
 
-    versions: by package name. left_out: why an engine that was a candidate is not among the timings.
+    versions: by package name. decisions: what can move a number, each with its class; they are not counted as parity.
+    left_out: why an engine that was a candidate is not among the timings.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -199,6 +201,7 @@ class ParityReport(_Data):
     weights_mode: str
     versions: dict[str, str]
     findings: tuple[Finding, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     timings: tuple[Timing, ...] = ()
     left_out: dict[str, str] = {}
     sizes: tuple[Size, ...] = ()

@@ -97,6 +97,7 @@ def region(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Region:
 # --- the sampling loop
 
 PROGRAM_OPTIONS: Mapping[str, Any] = {"grid": "cosine", "meanflow": False}
+BEHAVIOUR_OPTIONS = ("meanflow",)
 
 
 def program(steps: int, **options: Any) -> Program:

@@ -151,6 +151,7 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
     "rescale_sigma": None,
     "time_dtype": "float32",
 }
+BEHAVIOUR_OPTIONS = ("cfg_min_t", "cfg_max_t", "rescale_k", "rescale_sigma")
 
 
 def program(steps: int, **options: Any) -> Program:

@@ -164,6 +164,7 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
     "rescale_sigma": None,
     "time_dtype": "float32",
 }
+BEHAVIOUR_OPTIONS = ("cfg_guidance_mode", "conditions", "cfg_min_t", "cfg_max_t", "rescale_k", "rescale_sigma")
 
 
 def _conditions(names: str | None) -> tuple[str, ...]:

@@ -126,6 +126,7 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
     "rho": 9.0,
     "adpm2_rho": 1.0,
 }
+BEHAVIOUR_OPTIONS = ("sigma_data", "sigma_min", "sigma_max")
 
 
 def program(steps: int, **options: Any) -> Program:

@@ -135,6 +135,7 @@ PROGRAM_OPTIONS: Mapping[str, Any] = {
     "mean_mode": False,  # the denoiser is given the width of the step as dt
     "time_dtype": "float32",  # what upstream's loop computes its grid and times in: the model's dtype
 }
+BEHAVIOUR_OPTIONS = ("use_cfg_zero_star", "zero_init_steps", "mean_mode")
 
 
 def swayed(steps: int, sway: float | None, dtype: torch.dtype) -> Schedule:

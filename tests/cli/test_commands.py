@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import voicehub_aot
 from voicehub_aot.adapters import f5tts
-from voicehub_aot.artifacts import store
+from voicehub_aot.artifacts import report as reports, store
 from voicehub_aot.errors import CheckpointMismatch
 from voicehub_aot.runtime.load import load
 from voicehub_aot.spec.synthetic import synthetic_weights
@@ -253,7 +253,7 @@ def small(supertonic_packed: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     options = folder / "options.toml"
     options.write_text('config = "tiny"\ncheckpoint = "synthetic"\nbuckets = "16"\nsteps = "7,9"\n')
     output = folder / "small.aot"
-    arguments = ("--from", options, "--steps", 2, "--json")
+    arguments = ("--from", options, "--steps", 2, "--program", "quick:steps=1", "--json")
     builder = start_build(output, *arguments)
     refused = finished("build", "supertonic", *arguments, "-o", output)
     builder.kill()
@@ -269,7 +269,7 @@ def test_a_killed_build_leaves_nothing_that_loads_and_the_next_one_succeeds(smal
     assert any(name.startswith(".small.aot.tmp-") for name in small.left)
     assert small.ran.code == 0, small.ran.err
     assert {p.name for p in small.output.parent.iterdir()} == {"small.aot", "options.toml"}
-    assert load(small.output).programs.keys() == {"euler-2"}
+    assert load(small.output).programs.keys() == {"euler-2", "quick"}
 
 
 def test_a_second_builder_of_one_output_is_refused(small: Built) -> None:
@@ -285,14 +285,25 @@ def test_a_build_prints_one_document_and_its_progress_beside_it(small: Built) ->
 
 
 def test_flags_win_over_the_file_of_options(small: Built) -> None:
-    assert small.ran.document["programs"] == ["euler-2"]
+    assert small.ran.document["programs"] == ["euler-2", "quick"]
     assert small.ran.document["buckets"] == {"frames": [16]}
+
+
+def test_what_is_approximate_is_said_wherever_an_artifact_is_shown(small: Built, command: Command) -> None:
+    *_, quick = small.ran.document["decisions"]
+    assert (quick["name"], quick["safety"]) == ("quick", "approximate")
+    assert quick["distance"] > 0
+    report = reports.read_json(small.output / "parity/report.json")
+    assert [d.model_dump() for d in report.decisions] == small.ran.document["decisions"]
+    assert "approximate" in command("inspect", small.output).out
+    assert "approximate" in (small.output / "parity/report.html").read_text(encoding="utf-8")
 
 
 def test_the_resolved_options_can_build_it_again(small: Built, command: Command) -> None:
     config = small.output / "config.toml"
     kept = tomllib.loads(config.read_text(encoding="utf-8"))
     assert (kept["buckets"], kept["steps"]) == (["frames=16"], "2")
+    assert kept["program"] == [{"name": "quick", "steps": 1}]
     ran = command("build", "supertonic", "--from", config, "-o", small.output)
     assert ran.code == 2, "every option was understood"
     assert f"{small.output} exists" in ran.err

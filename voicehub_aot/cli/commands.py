@@ -63,6 +63,9 @@ def build(
     option: Annotated[
         list[str] | None, typer.Option(help="Of the requests loop, NAME=VALUE, e.g. solver=midpoint; see `models`.")
     ] = None,
+    program: Annotated[
+        list[str] | None, typer.Option(help="A loop with a name: NAME:steps=7,OPTION=VALUE,…; repeated.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help=ENGINE_HELP)] = None,
     engine_budget: Annotated[
         float | None, typer.Option(help="With auto: seconds after which no further engine is tried.")
@@ -89,7 +92,8 @@ def build(
     console.set_up_logging(verbose)
     given = {
         "config": config, "checkpoint": checkpoint, "buckets": buckets, "steps": steps,
-        "options": settings.parse_options(option), "engine": engine, "weights_mode": weights_mode, "shapes": shapes,
+        "options": settings.parse_options(option) if option else None,
+        "program": settings.parse_programs(program), "engine": engine, "weights_mode": weights_mode, "shapes": shapes,
         "weights_kind": weights_kind,
         "target": target, "jobs": jobs, "engine_budget": engine_budget,
         "min_speedup": min_speedup,

@@ -13,6 +13,7 @@ import torch
 
 from voicehub_aot import engines
 from voicehub_aot.artifacts.manifest import Manifest
+from voicehub_aot.artifacts.report import number
 from voicehub_aot.cli import console
 from voicehub_aot.compiler.cache import cache_dir
 from voicehub_aot.engines import toolchain
@@ -38,6 +39,7 @@ def summary(path: Path, manifest: Manifest) -> dict[str, Any]:
         "buckets": {axis: list(sizes) for axis, sizes in manifest.buckets.axes.items()},
         "ladder": _ladder(manifest.ladder),
         "programs": list(manifest.programs),
+        "decisions": [d.model_dump() for d in manifest.decisions],
         "guidance": spec.guidance.model_dump() if spec.guidance else None,
         "inputs": [
             {
@@ -104,6 +106,14 @@ def show(value: Mapping[str, Any]) -> None:
         "size": megabytes(value["bytes"]),
     }
     table(f"{value['artifact']}: {value['model']} {value['config']}", ("what", "value"), list(facts.items()))
+    table(
+        "what can move a number",
+        ("decision", "class", "why", "measured against", "distance"),
+        [
+            (f"{d['kind']} {d['name']}", d["safety"], d["reason"], d["against"], number(d["distance"]))
+            for d in value["decisions"]
+        ],
+    )
     table(
         "inputs",
         ("name", "shape", "dtype", "meaning"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from voicehub_aot import adapters, engines
 from voicehub_aot.adapters import Adapter
@@ -22,12 +22,38 @@ from voicehub_aot.compiler.models import Model
 from voicehub_aot.compiler.options import RequestedOptions
 from voicehub_aot.errors import EngineUnavailable, MissingDependency, OptionUnsupported, UsageError
 from voicehub_aot.spec import bucket
+from voicehub_aot.spec.program import FILE_NAME, Program
 from voicehub_aot.spec.target import default_target, parse_target, usable_threads
 
 log = logging.getLogger(__name__)
 
 NULL = "null"  # TOML has no null; --option NAME=null gives it
 AUTO = "auto"  # every engine is a candidate, the fastest in each bucket is kept
+
+
+class ProgramSettings(BaseModel):
+    """One sampling loop with a name of its own: a table of [[program]] in the TOML file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = Field(pattern=FILE_NAME)
+    steps: int = Field(strict=True, ge=1)
+    options: dict[str, Any] = {}
+
+    @field_validator("name")
+    @classmethod
+    def _no_number(cls, name: str) -> str:
+        if name.isdecimal():
+            raise ValueError("a name of digits alone would be taken for a step count")
+        return name
+
+    @field_validator("options")
+    @classmethod
+    def _null(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return without_null(options)
+
+
+def without_null(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value == NULL else value for name, value in options.items()}
 
 
 class BuildSettings(BaseModel):
@@ -40,6 +66,7 @@ class BuildSettings(BaseModel):
     buckets: list[str] | str | None = None
     steps: str | None = None
     options: dict[str, bool | int | float | str | None] = {}
+    program: list[ProgramSettings] = []
     engine: str | None = None
     engine_budget: float | None = None
     min_speedup: float | None = None
@@ -51,7 +78,7 @@ class BuildSettings(BaseModel):
     @field_validator("options")
     @classmethod
     def _null(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return {name: None if value == NULL else value for name, value in options.items()}
+        return without_null(options)
 
     @classmethod
     def merge(cls, file: Path | None, flags: Mapping[str, Any]) -> BuildSettings:
@@ -87,7 +114,7 @@ def as_toml(model: Model, settings: BuildSettings, options: RequestedOptions) ->
         "checkpoint": settings.checkpoint,
         "weights_kind": settings.weights_kind,
         "buckets": [f"{axis}={','.join(map(str, sizes))}" for axis, sizes in options.buckets.axes.items()],
-        "steps": ",".join(str(p.steps) for p in options.programs),
+        "steps": ",".join(str(n) for n in _step_counts(settings, model)) or None,
         "engine": AUTO if options.auto else ",".join(options.engines),
         "engine_budget": options.engine_budget if options.engine_budget < math.inf else None,
         "min_speedup": options.min_speedup,
@@ -98,19 +125,41 @@ def as_toml(model: Model, settings: BuildSettings, options: RequestedOptions) ->
     }
     document: dict[str, Any] = {name: value for name, value in resolved.items() if value is not None}
     if settings.options:
-        document["options"] = {name: NULL if value is None else value for name, value in settings.options.items()}
+        document["options"] = _with_null(settings.options)
+    if settings.program:
+        document["program"] = [
+            {"name": p.name, "steps": p.steps, **({"options": _with_null(p.options)} if p.options else {})}
+            for p in settings.program
+        ]
     return f"# voicehub-aot build {model.name} --from config.toml\n{tomli_w.dumps(document)}"
 
 
-def parse_options(texts: Sequence[str] | None) -> dict[str, Any] | None:
-    """--option NAME=VALUE, repeated: values are JSON where they can be (true, 0.5, null), else text."""
+def _with_null(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: NULL if value is None else value for name, value in options.items()}
+
+
+def parse_programs(texts: Sequence[str] | None) -> list[dict[str, Any]] | None:
+    """--program NAME:steps=N,OPTION=VALUE,…, repeated."""
     if not texts:
         return None
+    parsed = []
+    for text in texts:
+        name, colon, rest = text.partition(":")
+        given = parse_options(rest.split(","), f"--program {text!r}") if colon and rest else {}
+        steps = given.pop("steps", None)
+        if not name or steps is None:
+            raise UsageError(f"--program {text!r}: wanted NAME:steps=N,OPTION=VALUE,…")
+        parsed.append({"name": name, "steps": steps, "options": given})
+    return parsed
+
+
+def parse_options(texts: Sequence[str], where: str | None = None) -> dict[str, Any]:
+    """NAME=VALUE each, of --option or of `where`: values are JSON where they can be (true, 0.5, null), else text."""
     parsed: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name or name in parsed:
-            raise UsageError(f"--option {text!r}: wanted NAME=VALUE, each name once")
+            raise UsageError(f"{where or f'--option {text!r}'}: wanted NAME=VALUE, each name once")
         try:
             parsed[name] = json.loads(value)
         except ValueError:
@@ -149,8 +198,7 @@ def options(
         within = {a: tuple(s for s in sizes if s <= limits[a]) for a, sizes in adapter.DEFAULT_BUCKETS.items()}
         promised = bucket.Buckets(axes={a: sizes for a, sizes in within.items() if sizes})
     bucket.check_buckets(promised, spec)
-    counts = _step_counts(settings.steps, models.default_steps(model))
-    programs = tuple(models.program(model, n, **settings.options) for n in counts)
+    programs = _programs(settings, model)
     longest = max(programs, key=lambda p: len(p.times))
     if len(longest.times) > MAX_EVALUATIONS:
         raise UsageError(f"--steps: {longest.name} has {len(longest.times)} evaluations, at most {MAX_EVALUATIONS}")
@@ -223,9 +271,21 @@ def _available() -> tuple[str, ...]:
     return tuple(names)
 
 
-def _step_counts(text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+def _programs(settings: BuildSettings, model: Model) -> tuple[Program, ...]:
+    """Those of --steps, then those with names of their own."""
+    programs = [models.program(model, n, **dict[str, Any](settings.options)) for n in _step_counts(settings, model)]
+    programs += [models.program(model, p.steps, name=p.name, **p.options) for p in settings.program]
+    names = [p.name for p in programs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"--program: {', '.join(twice)} is given more than once; give each program a name of its own")
+    return tuple(programs)
+
+
+def _step_counts(settings: BuildSettings, model: Model) -> tuple[int, ...]:
+    """Of the programs without names of their own: as asked for, or the model's, unless others are named."""
+    text = settings.steps
     if text is None:
-        return default
+        return () if settings.program else models.default_steps(model)
     parts = [p.strip() for p in str(text).split(",")]
     if not all(p.isdecimal() and int(p) >= 1 for p in parts) or len(set(parts)) != len(parts):
         raise UsageError(f"--steps {text!r}: wanted different step counts of at least 1, e.g. 32,16,7")

@@ -19,6 +19,7 @@ from voicehub_aot.compiler.assemble import Parts, assemble
 from voicehub_aot.compiler.cache import cache_dir
 from voicehub_aot.compiler.choose import EAGER, choose, noise
 from voicehub_aot.compiler.compile import Compiled, compile_all
+from voicehub_aot.compiler.decisions import decisions
 from voicehub_aot.compiler.export import MAX_ROWS, export_region
 from voicehub_aot.compiler.jobs import plan_jobs, size_spans
 from voicehub_aot.compiler.models import Model
@@ -77,6 +78,7 @@ def build(
         left_out = {**unable, **left_out}
         if not options.parity and not options.auto:
             manifest = assemble(parts, compiled, folder, options.choice)
+            manifest = manifest.model_copy(update={"decisions": decisions(model, options.programs, None)})
         else:
             manifest = _Proof(parts, compiled, left_out, start, progress).finish(folder, output)
         return store.write_manifest(folder, manifest)
@@ -167,6 +169,9 @@ class _Proof:
             findings = self._check(folder, manifest, recording)
             times = self._time(folder, manifest, eager, recording)
         self._check_speed(times, manifest)
+        bucket = recording.cases[0].bucket if options.parity else None
+        made = decisions(model, options.programs, bucket, self.progress.case)
+        manifest = manifest.model_copy(update={"decisions": made})
         if not options.parity:
             return manifest
         report = report_of(manifest, findings, self._timings(times, manifest), self.left_out)

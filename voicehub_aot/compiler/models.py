@@ -29,13 +29,19 @@ MAX_STEPS = 4096  # of a program; no schedule of a released model has more
 
 @dataclass(frozen=True)
 class Model:
-    """What is to be built: a region with its weights, and where they came from."""
+    """What is to be built: a region with its weights, and where they came from.
+
+    released_steps: of the loop that it was released with; None = not known. behaviour_options: the loop's options that
+    ask for another result.
+    """
 
     name: str
     config_name: str
     config: Mapping[str, Any]
     region: Region
     checkpoint: Checkpoint
+    released_steps: int | None = None
+    behaviour_options: tuple[str, ...] = ()
 
 
 def config_values(config: Any) -> dict[str, Any]:
@@ -99,10 +105,11 @@ def _compare(where: str, name: str | None, named: Any, found: Any, reading: Read
         reading.note(f"took sizes from the checkpoint's tensors: {texts}")
 
 
-def program(model: Model, steps: int, **options: Any) -> Program:
+def program(model: Model, steps: int, *, name: str | None = None, **options: Any) -> Program:
     """The model's sampling loop; hyperparameters that a loop needs too come from its configuration.
 
-    Raises UsageError for too many steps, OptionUnsupported for an option or value that the model does not know.
+    name: how requests ask for it; default what the adapter calls it. Raises UsageError for too many steps,
+    OptionUnsupported for an option or value that the model does not know.
     """
     if not 1 <= steps <= MAX_STEPS:
         raise UsageError(
@@ -110,14 +117,20 @@ def program(model: Model, steps: int, **options: Any) -> Program:
         )
     adapter = adapters.load(model.name)
     own = {name: value for name, value in model.config.items() if name in adapter.PROGRAM_OPTIONS}
-    return adapter.program(steps, **{**own, **options})
+    made = adapter.program(steps, **{**own, **options})
+    released = {**adapter.PROGRAM_OPTIONS, **own}
+    changed = {key: value for key, value in options.items() if value != released[key]}
+    return made.model_copy(update={"name": name or made.name, "options": changed})
 
 
 def default_steps(model: Model) -> tuple[int, ...]:
     """Step counts that are built when none are named."""
-    adapter = adapters.load(model.name)
+    return _steps(adapters.load(model.name), model.config_name)
+
+
+def _steps(adapter: adapters.Adapter, config_name: str) -> tuple[int, ...]:
     steps: Mapping[str, tuple[int, ...]] = adapters.optional(adapter, "CONFIG_STEPS")
-    return steps.get(model.config_name, adapter.DEFAULT_STEPS)
+    return steps.get(config_name, adapter.DEFAULT_STEPS)
 
 
 def from_case(case: Case) -> Model:
@@ -164,4 +177,6 @@ def _model(
         config=config_values(config),
         region=adapter.region(config, state),
         checkpoint=Checkpoint(source=source, digest=weights_digest(state), notes=notes),
+        released_steps=_steps(adapter, config_name)[0],
+        behaviour_options=adapters.optional(adapter, "BEHAVIOUR_OPTIONS"),
     )

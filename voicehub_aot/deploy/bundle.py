@@ -104,6 +104,7 @@ def describe(
     programs              the loop, two instructions over named registers, "x" holding the noise and then the result,
                           `noises` fresh noise;
                           `tables`: values known before any request, stacked by evaluation, at an offset in a file
+    decisions             what can move a number: each one's class, and its distance from what it was measured against
     promised              largest sizes that the parity report covers, by bucket axis
     """
     spec, table = manifest.region, manifest.stages["table"].outputs
@@ -115,6 +116,7 @@ def describe(
         "model": manifest.model,
         "config": manifest.config_name,
         "promised": manifest.buckets.model_dump(mode="json"),
+        "decisions": [d.model_dump() for d in manifest.decisions],
         "dims": [d.model_dump() for d in spec.dims],
         "state": spec.state.model_dump(exclude={"binding", "flag"}),
         "conditioning": [i.model_dump(exclude={"binding", "flag"}) for i in spec.conditioning],

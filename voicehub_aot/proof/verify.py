@@ -44,6 +44,7 @@ def report_of(
         weights_mode=manifest.weights_mode,
         versions=manifest.versions,
         findings=tuple(findings),
+        decisions=manifest.decisions,
         timings=tuple(timings),
         left_out=dict(left_out or {}),
         sizes=tuple(reports.Size(name=name, bytes=entry.size) for name, entry in manifest.files.items()),

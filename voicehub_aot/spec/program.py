@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
 from voicehub_aot.errors import OptionUnsupported
 
@@ -55,7 +55,8 @@ class Program(_Data):
     """name: how a request asks for it. times: the time of each denoiser evaluation.
 
     extra_times: as many values of each further time input of the region (the end of the step, say), by its name.
-    noises: registers that hold fresh noise on entry, beside "x".
+    noises: registers that hold fresh noise on entry, beside "x". options: in what it was asked to differ from the loop
+    that the model was released with, its number of steps aside.
     """
 
     name: str = Field(pattern=FILE_NAME)
@@ -64,6 +65,7 @@ class Program(_Data):
     times: tuple[FiniteFloat, ...] = Field(min_length=1)
     extra_times: dict[str, tuple[FiniteFloat, ...]] = {}
     noises: tuple[str, ...] = ()
+    options: dict[str, JsonValue] = {}
     instructions: tuple[Instruction, ...]
 
     @model_validator(mode="after")
