@@ -3,12 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+import recorded
 from pydantic import ValidationError
 
 import voicehub_aot
 from voicehub_aot import adapters
+from voicehub_aot.compiler.models import program, resolve
 from voicehub_aot.errors import BuildError, ContradictoryTraits
-from voicehub_aot.spec.traits import KNOWN, SOLVERS, VELOCITY, Traits
+from voicehub_aot.spec.traits import BUILT, FORMULATIONS_BY_SOLVER, GUIDED, KNOWN, VELOCITY, VERIFIED, Support, Traits
 
 FLOW = {
     "formulation": "rectified-flow",
@@ -21,6 +23,7 @@ FLOW = {
     "surfaces": ("model.forward",),
 }
 
+SOLVER_NAMES = {"euler": "euler-solver", "adpm2": "adpm2-solver", "dpm_solver_2m": "dpm-solver-plus-plus"}
 # What VoiceHub's inventory records for the models of this package.
 RECORDED = {
     "f5tts": (
@@ -146,7 +149,7 @@ def test_everything_wrong_is_in_one_error():
 def test_the_vocabularies_cover_every_field_that_has_one():
     assert set(KNOWN) == set(Traits.model_fields) - {"surfaces"}
     assert set(VELOCITY) < set(KNOWN["formulation"])
-    assert set(SOLVERS) < set(KNOWN["operations"])
+    assert set(FORMULATIONS_BY_SOLVER) < set(KNOWN["operations"])
 
 
 # --- inventory
@@ -170,3 +173,45 @@ def test_an_adapter_that_declares_nothing_is_named(monkeypatch):
     monkeypatch.setattr(adapters, "load", lambda name: silent if name == "supertonic" else real(name))
     with pytest.raises(ContradictoryTraits, match=r"supertonic \(voicehub_aot\.adapters\.supertonic\): wanted TRAITS"):
         adapters.inventory()
+
+
+# --- admitted, built, verified
+
+
+def test_an_item_is_admitted_built_and_verified_apart():
+    f5 = voicehub_aot.inventory()["f5tts"].support
+    assert f5["techniques"]["schedule"] == Support(admitted=True, built=True, verified=VERIFIED)
+    assert f5["techniques"]["stork2"] == Support(admitted=True, built=False, verified=())
+    assert {name for name, item in f5["dtypes"].items() if item.built} == {"float32"}
+
+
+def test_what_is_built_is_known():
+    assert all(set(names) <= set(KNOWN[kind]) for kind, names in BUILT.items())
+
+
+@pytest.mark.parametrize("model", RECORDED)
+def test_what_is_called_verified_is_replayed_in_the_default_run(model):
+    loops = [path for path in recorded.PATHS if path.parent.name == model and path.name.startswith("sampler_tiny")]
+    replayed = [
+        f"{engine} float32 tiny"
+        for engine in ("eager", "aoti", "onnxruntime")
+        if any(not recorded.slow(engine, path) for path in loops)
+    ]
+    assert tuple(replayed) == VERIFIED
+
+
+# --- the region and its loop
+
+
+@pytest.mark.parametrize("model", RECORDED)
+def test_traits_say_what_the_region_and_its_loop_are(model):
+    adapter, traits = adapters.load(model), voicehub_aot.inventory()[model]
+    built = resolve(model, "tiny", "synthetic")
+    spec = built.region.spec
+
+    inside = spec.call.returns == "next_state"  # the released estimator guides itself
+    assert (spec.guidance is not None) == (GUIDED in traits.operations or inside)
+    assert inside == ("iterative-estimator" in traits.operations)
+    assert spec.call.parameters  # upstream's call, for `Runtime.denoiser`
+    solver = SOLVER_NAMES[program(built, adapter.DEFAULT_STEPS[0]).solver]
+    assert solver in traits.operations or (inside and solver == "euler-solver")

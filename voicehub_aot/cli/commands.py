@@ -259,20 +259,24 @@ def models(as_json: Json = False) -> None:
                 "buckets": {k: list(v) for k, v in adapter.DEFAULT_BUCKETS.items()},
                 "steps": list(adapter.DEFAULT_STEPS),
                 "traits": inventory[name].model_dump(mode="json"),
+                "support": {
+                    kind: {item: found.model_dump(mode="json") for item, found in items.items()}
+                    for kind, items in inventory[name].support.items()
+                },
             }
         )
     if as_json:
         console.show_json(rows)
     else:
         console.show_table(
-            "models (aliases, formulations and further traits: --json)",
+            "models (* = admitted and not built here; further traits: --json)",
             ("model", "configs (first = default)", "steps", "techniques"),
             [
                 (
                     r["model"],
                     "\n".join([r["default"], *(c for c in r["configs"] if c != r["default"])]),
                     ",".join(map(str, r["steps"])),
-                    "\n".join(r["traits"]["techniques"]),
+                    "\n".join(t if s["built"] else f"{t} *" for t, s in r["support"]["techniques"].items()),
                 )
                 for r in rows
             ],

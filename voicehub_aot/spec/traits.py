@@ -1,9 +1,9 @@
 """What a model supports: its formulation, the operations of its loop, and what may be changed about either.
 
 Traits describe the model as released and as VoiceHub's optimization layer classifies it (kadirnar/VoiceHub 6b065341,
-voicehub/optimization/capabilities.py), under VoiceHub's names. They do not say what this package has built: "stork2"
-says that the model's velocity admits the solver, not that a program for it exists here; that is asked of
-`adapter.program`. Tools query traits, never model names.
+voicehub/optimization/capabilities.py), under VoiceHub's names. "stork2" says that the model's velocity admits the
+solver, not that a program for it exists here: `Traits.support` tells what is admitted, built and verified apart. Tools
+query traits, never model names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from voicehub_aot.errors import ContradictoryTraits
 
 VELOCITY = ("conditional-flow-matching", "rectified-flow", "flow-matching")  # the network predicts dx/dt
 FORMULATIONS = (*VELOCITY, "style-diffusion", "denoising-diffusion", "autoregressive")
-SOLVERS: Mapping[str, tuple[str, ...]] = {  # the formulations each can integrate
+FORMULATIONS_BY_SOLVER: Mapping[str, tuple[str, ...]] = {  # the formulations each can integrate
     "euler-solver": VELOCITY,
     "midpoint-solver": VELOCITY,
     "iterative-estimator": VELOCITY,  # the network itself returns the next state
@@ -28,13 +28,32 @@ SOLVERS: Mapping[str, tuple[str, ...]] = {  # the formulations each can integrat
 GUIDED = "classifier-free-guidance"
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "formulation": FORMULATIONS,
-    "operations": ("denoiser", GUIDED, *SOLVERS),
+    "operations": ("denoiser", GUIDED, *FORMULATIONS_BY_SOLVER),
     "techniques": ("schedule", "discrete-step-count", "guidance", "prediction-cache", "stork2"),
     "attention": ("native", "sdpa", "flash_attention_4"),
     "kernels": ("native", "torch", "auto", "triton", "cuda_extension"),
     "dtypes": ("float32", "float16", "bfloat16"),
     "passes": ("compile", "sdpa", "attention-backend", "custom-kernels", "diffusion-cache", "diffusion-sampling"),
 }
+
+
+BUILT: Mapping[str, tuple[str, ...]] = {  # what this package does, for every model that admits it
+    "techniques": ("schedule", "discrete-step-count"),  # --steps and --program
+    "attention": ("native", "sdpa"),  # kernels/attention.py is both
+    "kernels": ("native", "torch"),
+    "dtypes": ("float32",),
+}
+VERIFIED = ("eager float32 tiny", "aoti float32 tiny", "onnxruntime float32 tiny")  # by recorded loops of every model
+
+
+class Support(BaseModel):
+    """Of one item of a model's traits. Admitted: the model allows it, which is why it is there. Built: this package
+    does it. verified: "ENGINE DTYPE SIZE" where the default test run holds it to recorded cases."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    admitted: bool
+    built: bool
+    verified: tuple[str, ...]
 
 
 class Traits(BaseModel):
@@ -61,6 +80,11 @@ class Traits(BaseModel):
     passes: tuple[str, ...]
     surfaces: tuple[str, ...] = ()
 
+    @property
+    def support(self) -> dict[str, dict[str, Support]]:
+        """By kind (the keys of BUILT) and name: what is admitted, built and verified."""
+        return {kind: {name: _support(name in built) for name in getattr(self, kind)} for kind, built in BUILT.items()}
+
     @model_validator(mode="wrap")
     @classmethod
     def _check(cls, values: Any, build: ModelWrapValidatorHandler[Traits]) -> Traits:
@@ -72,6 +96,10 @@ class Traits(BaseModel):
         if problems := _unknown(traits) or _contradictions(traits):
             raise ContradictoryTraits(f"traits of a {traits.formulation} model: {'; '.join(problems)}")
         return traits
+
+
+def _support(built: bool) -> Support:
+    return Support(admitted=True, built=built, verified=VERIFIED if built else ())
 
 
 def _unknown(traits: Traits) -> list[str]:
@@ -90,11 +118,11 @@ def _unknown(traits: Traits) -> list[str]:
 def _contradictions(traits: Traits) -> list[str]:
     """The rules that these traits break. A rule is what must hold, and what the error says where it does not."""
     operations, techniques, passes = traits.operations, traits.techniques, traits.passes
-    solvers = [name for name in operations if name in SOLVERS]
-    foreign = [name for name in solvers if traits.formulation not in SOLVERS[name]]
+    solvers = [name for name in operations if name in FORMULATIONS_BY_SOLVER]
+    foreign = [name for name in solvers if traits.formulation not in FORMULATIONS_BY_SOLVER[name]]
     half = {"float16", "bfloat16"} & set(traits.dtypes)
     rules = (
-        (solvers, f"operations need one of {', '.join(SOLVERS)}"),
+        (solvers, f"operations need one of {', '.join(FORMULATIONS_BY_SOLVER)}"),
         (not foreign, f"operations {foreign!r} do not solve this formulation"),
         ("denoiser" in operations or traits.formulation == "autoregressive", "operations need 'denoiser'"),
         (traits.dtypes, "dtypes are empty"),
