@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from voicehub_aot.adapters._excluded import EXCLUDED
 from voicehub_aot.errors import ContradictoryTraits, UnknownModel
 from voicehub_aot.spec.checkpoint import Reading
 from voicehub_aot.spec.golden import Case
@@ -150,7 +151,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Adapter:
-    """The adapter called `name`, an alias of it, or UnknownModel with the names there are."""
+    """The adapter called `name`, an alias of it, or UnknownModel with the names there are, and why one is not there."""
     key = name.strip().lower()
     if key not in _modules():
         for candidate in names():
@@ -158,7 +159,10 @@ def load(name: str) -> Adapter:
                 key = candidate
                 break
         else:
-            raise UnknownModel(f"model {name!r} is not known; known are {', '.join(names())}")
+            known = f"known are {', '.join(names())}"
+            if key in EXCLUDED:
+                raise UnknownModel(f"model {name!r} cannot be built: {EXCLUDED[key]}; {known}")
+            raise UnknownModel(f"model {name!r} is not known; {known}")
     adapter: Adapter = importlib.import_module(_modules()[key])
     return adapter
 

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 import voicehub_aot
 from voicehub_aot import adapters
+from voicehub_aot.adapters._excluded import EXCLUDED
 from voicehub_aot.compiler.models import program, resolve
-from voicehub_aot.errors import BuildError, ContradictoryTraits
+from voicehub_aot.errors import BuildError, ContradictoryTraits, UnknownModel
 from voicehub_aot.spec.traits import BUILT, FORMULATIONS_BY_SOLVER, GUIDED, KNOWN, VELOCITY, VERIFIED, Support, Traits
 
 FLOW = {
@@ -173,6 +174,14 @@ def test_an_adapter_that_declares_nothing_is_named(monkeypatch):
     monkeypatch.setattr(adapters, "load", lambda name: silent if name == "supertonic" else real(name))
     with pytest.raises(ContradictoryTraits, match=r"supertonic \(voicehub_aot\.adapters\.supertonic\): wanted TRAITS"):
         adapters.inventory()
+
+
+@pytest.mark.parametrize("model", EXCLUDED)
+def test_a_model_without_a_denoiser_is_refused_with_its_reason(model):
+    assert model not in adapters.names()
+    with pytest.raises(UnknownModel) as caught:
+        adapters.load(model)
+    assert EXCLUDED[model] in str(caught.value)
 
 
 # --- admitted, built, verified
