@@ -42,7 +42,7 @@ def spoken(texts: list[str], seeds: list[int], steps: int, guidance: float, fold
 
 def recorded(texts: list[str], seeds: list[int]) -> list[str]:
     """What is heard of espeak-ng's own speech once it has been a mel spectrogram."""
-    espeak, hear = Espeak(), recogniser()
+    espeak, hear = Espeak(seed=0), recogniser()
     speakers = [random.Random(seed) for seed in seeds]
     return [hear(waveform(record(espeak, text, rng).mel)) for rng in speakers for text in texts]
 

@@ -47,7 +47,7 @@ class Settings:
     """What decides the result; a state that was made with other settings is not resumed."""
 
     utterances: int = 1200
-    steps: int = 3500
+    steps: int = 3000
     batch: int = 8
     rate: float = 1.5e-3
     warm_up: int = 200
@@ -83,7 +83,7 @@ class Espeak:
     END, WORD, PHONE = 0, 1, 7  # espeak_EVENT_TYPE
     RATE, PITCH, GAP = 1, 3, 7  # espeak_PARAMETER
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         try:
             import espeakng_loader
         except ImportError as error:
@@ -91,6 +91,7 @@ class Espeak:
         self.library = ctypes.CDLL(espeakng_loader.get_library_path())
         data = espeakng_loader.get_data_path().encode()
         self.rate = self.library.espeak_Initialize(2, 0, data, 1)  # synchronous, whole buffers, phone events
+        self.library.espeak_ng_SetRandSeed(ctypes.c_long(seed))  # of its breath; else from the clock
         self.samples: list[int] = []
         self.events: list[tuple[int, int, str]] = []
         self.callback = _CALLBACK(self._collect)  # kept: the library holds no reference
@@ -178,8 +179,9 @@ def corpus(settings: Settings, file: Path) -> list[Utterance]:
             if metadata["made_with"] == made_with:
                 spoken = json.loads(metadata["spoken"])
                 return [Utterance(text, content.get_tensor(str(i)), spans) for i, (text, spans) in enumerate(spoken)]
-    rng, espeak = random.Random(settings.seed), Espeak()
-    made = [record(espeak, text, rng) for text in sentences(settings.utterances, rng)]
+    espeak, speakers = Espeak(settings.seed), random.Random(settings.seed + 1)
+    texts = sentences(settings.utterances, random.Random(settings.seed))
+    made = [record(espeak, text, speakers) for text in texts]
     metadata = {"made_with": made_with, "spoken": json.dumps([(u.text, u.spans) for u in made])}
     save_file({str(i): u.mel for i, u in enumerate(made)}, file, metadata)
     return made
@@ -201,9 +203,9 @@ def front_end(utterances: list[Utterance]) -> tuple[dict[str, Any], dict[str, li
             if at < 0:
                 pauses[0 if n == 0 else 2 if n == len(u.spans) - 1 else 1].append(frames)
     words, durations = {}, {PAUSE: [round(sum(p) / len(p)) for p in pauses]}
-    for word, occurrences in spoken.items():
-        usual = Counter(names for names, _ in occurrences).most_common(1)[0][0]
-        counts = [frames for names, frames in occurrences if names == usual]
+    for word in filter(spoken.get, WORDS):
+        usual = Counter(names for names, _ in spoken[word]).most_common(1)[0][0]
+        counts = [frames for names, frames in spoken[word] if names == usual]
         ends = torch.tensor(counts).float().mean(0).cumsum(0).round().int().tolist()
         words[word] = list(usual)
         durations[word] = [max(1, end - start) for start, end in pairwise([0, *ends])]
