@@ -19,8 +19,8 @@ from voicehub_aot.compiler import models
 from voicehub_aot.runtime.eager import eager_runtime
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
+from corpus import Espeak, record
 from hearing import recogniser
-from train import Espeak, record
 from voice import FOLDER, GUIDANCE, request, vocode, waveform
 
 
