@@ -32,6 +32,7 @@ from corpus import Utterance, corpus, front_end, statistics
 from voice import BINS, FOLDER
 
 VALIDATION = 64  # the last utterances of the corpus
+SIZES = {"dim": 192, "depth": 4, "heads": 3, "dim_head": 64, "ff_mult": 2, "text_dim": 64, "conv_layers": 2}
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,14 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
 
+def write_log(file: Path, entry: dict[str, float]) -> None:
+    """A line of the log, and on stderr. s: seconds since this run began."""
+    line = json.dumps(entry)
+    print(line, file=sys.stderr, flush=True)
+    with file.open("a", encoding="utf-8") as log:
+        log.write(line + "\n")
+
+
 def write_voice(folder: Path, files: dict[str, Any], scale: dict[str, Tensor], net: nn.Module) -> None:
     """The five files that a request needs, the weights in bfloat16 under F5-TTS's own keys."""
     for name, content in files.items():
@@ -193,33 +202,27 @@ def write_voice(folder: Path, files: dict[str, Any], scale: dict[str, Tensor], n
     save_file(parameters | tables, folder / "model.safetensors")
 
 
-def train(settings: Settings, work: Path, output: Path, sizes: dict[str, int] | None = None) -> float:
-    """-> the last validation loss. sizes: of the network, other than the voice's own, for a trial."""
+def train(settings: Settings, work: Path, output: Path, sizes: dict[str, int] | None = None) -> None:
+    """sizes: of the network, other than the voice's own, for a trial."""
     work.mkdir(parents=True, exist_ok=True)
     utterances = corpus(settings.utterances, settings.seed, work / "corpus.safetensors")
     held_back = min(VALIDATION, len(utterances) // 2)
     vocabulary, durations = front_end(utterances)
     scale = statistics(utterances[:-held_back])
-    chosen = {"dim": 192, "depth": 4, "heads": 3, "dim_head": 64, "ff_mult": 2, "text_dim": 64, "conv_layers": 2}
-    values = {**chosen, **(sizes or {}), "mel_dim": BINS, "text_num_embeds": len(vocabulary["phones"])}
-    learnt, judged = (
-        Data(part, vocabulary["phones"], scale) for part in (utterances[:-held_back], utterances[-held_back:])
-    )
+    values = {**SIZES, **(sizes or {}), "mel_dim": BINS, "text_num_embeds": len(vocabulary["phones"])}
+    parts = utterances[:-held_back], utterances[-held_back:]
+    learnt, judged = (Data(part, vocabulary["phones"], scale) for part in parts)
     trainer = Trainer(f5tts.config_from(values), settings, work / "state.pt")
     trainer.resume()
-    began, validation = time.perf_counter(), math.nan
+    began = time.perf_counter()
     while trainer.done < settings.steps:
         value = trainer.step(learnt)
         if trainer.done % settings.every == 0 or trainer.done == settings.steps:
-            validation = trainer.validate(judged)
+            entry = {"step": trainer.done, "loss": value, "validation": trainer.validate(judged)}
+            write_log(work / "log.jsonl", {**entry, "s": time.perf_counter() - began})
             trainer.save()
-            entry = {"step": trainer.done, "loss": value, "validation": validation, "s": time.perf_counter() - began}
-            print(json.dumps(entry), file=sys.stderr, flush=True)
-            with (work / "log.jsonl").open("a") as log:
-                log.write(json.dumps(entry) + "\n")
     files = {"config.json": values, "vocabulary.json": vocabulary, "durations.json": durations}
     write_voice(output, files, scale, trainer.averaged)
-    return validation
 
 
 def main() -> None:
