@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import Any, Literal
 
 from matplotlib import rc_context
@@ -173,11 +174,15 @@ def latent(times: Sequence[float], errors: Sequence[float], judged: Judged) -> s
     """The latent error after each step, against what another seed changes and the bound of the last step."""
     figure = _figure(5.4, 3.3)
     axes = figure.add_subplot(title="latent error by step", xlabel="time of the schedule", ylabel="relative L2")
-    axes.plot(times, errors, color=_series(0), marker="o", markersize=3, label="candidate, from the reference")
-    axes.axhspan(
-        min(judged.band.values()), max(judged.band.values()), color=PAINT["accent"], alpha=0.4, label="A/A band"
-    )
-    axes.axhline(judged.bound, color=PAINT["bad"], linestyle=":", label="bound of the final state")
+    points = [(time, error) for time, error in zip(times, errors, strict=True) if isfinite(error)]
+    axes.plot(
+        [time for time, _ in points], [error for _, error in points], color=_series(0), marker="o", markersize=3,
+        label="candidate, from the reference",
+    )  # fmt: skip
+    band = [value for value in judged.band.values() if isfinite(value)]
+    if band:
+        axes.axhspan(min(band), max(band), color=PAINT["accent"], alpha=0.4, label="A/A band")
+    _bound(axes, judged, PAINT["bad"])
     axes.set_ylim(bottom=0)
     axes.grid(axis="y")
     _legend(figure, axes, "outside lower center")
@@ -193,16 +198,25 @@ def trade(report: QualityReport) -> str:
     figure = _figure(5.4, 3.3)
     axes = figure.add_subplot(title="time against words", xlabel="real-time factor, p50", ylabel="word error rate")
     for index, rate in enumerate(rates):
-        color, own = _series(index), list(rate.band.values())
+        own = list(rate.band.values())
         axes.plot([report.reference.rtf_p50] * len(own), own, "o", color=PAINT["muted"], label="reference, by seed")
-        axes.plot(report.candidate.rtf_p50, rate.value, "o", color=color, markersize=8, label=f"candidate, {rate.name}")
-        axes.axhline(rate.bound, color=color, linestyle=":", label=f"bound, {rate.name}")
+        if isfinite(rate.value):
+            axes.plot(
+                report.candidate.rtf_p50, rate.value, "o", color=_series(index), markersize=8,
+                label=f"candidate, {rate.name}",
+            )  # fmt: skip
+        _bound(axes, rate, _series(index))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
     axes.grid(axis="y")
     _legend(figure, axes, "outside lower center")
     return _svg(figure, "trade", "real-time factor against word error rate")
+
+
+def _bound(axes: Axes, judged: Judged, color: str) -> None:
+    if isfinite(judged.bound):
+        axes.axhline(judged.bound, color=color, linestyle=":", label=f"bound, {judged.name}")
 
 
 def _finish_bars(axes: Axes, bars: BarContainer, texts: list[str]) -> None:

@@ -117,15 +117,15 @@ class QualityReport(_Data):
 
     kind: Literal["quality"] = "quality"
     schema_version: int = SCHEMA_VERSION
-    utterances: str
+    utterances: str = ""
     matched: bool
     candidate: SideFacts
     reference: SideFacts
     measures: tuple[Judged, ...]
     comparisons: tuple[Comparison, ...]
     times: tuple[Number, ...]
-    not_scored: dict[str, str]
-    because: str
+    not_scored: dict[str, str] = {}
+    because: str = ""
     quality_validated: bool
     verdict: Verdict
     reasons: tuple[str, ...]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor
 from voicehub_aot.proof.quality.clip import Clip
 from voicehub_aot.proof.quality.measures import Measure, Score
 from voicehub_aot.proof.quality.scorers import Scored
-from voicehub_aot.proof.quality.side import Side, Spoken
 from voicehub_aot.proof.quality.utterances import Entry
 
 WORDS = ("window", "garden", "computer", "yellow", "river", "doctor", "monday", "banana")
@@ -55,28 +52,6 @@ def score(clip: Clip, reference: Clip) -> Scored:
 TONE_WER = Measure(
     "tone_wer", "word error rate", "clip", "a made-up slack", slack=0.02, counts_words=True, validates=True
 )
-
-
-class Remembered(Side):
-    """A side that speaks every utterance once, however many candidates it is compared with."""
-
-    @cached_property
-    def spoken(self) -> dict[tuple[str, int], Spoken]:
-        return {}
-
-    def speak(self, text: str, seed: int) -> Spoken:
-        if (text, seed) not in self.spoken:
-            self.spoken[text, seed] = super().speak(text, seed)
-        return self.spoken[text, seed]
-
-
-def remembered(side: Side) -> Side:
-    return Remembered(**fields(side))
-
-
-def fields(side: Side) -> dict[str, Any]:
-    """What makes a side: for another class with the same."""
-    return {field.name: getattr(side, field.name) for field in dataclasses.fields(side)}
 
 
 ENTRY = Entry("the tones", RATE_HZ, request, vocode)

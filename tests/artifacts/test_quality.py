@@ -206,3 +206,11 @@ def test_the_page_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingDependency, match=r"voicehub-aot\[report\]"):
         html(report(), [])
+
+
+def test_a_candidate_that_is_infinitely_far_has_a_page_all_the_same() -> None:
+    latent = judged(name="latent", band={"0/1": math.inf}, bound=math.inf, value=math.inf, passed=False)
+    rate = judged(value=math.inf, passed=False)
+    far = (comparison(0, latent_by_step=(math.inf, math.nan)),)
+    page = html(report(rate, latent, verdict="rejected", comparisons=far), [])
+    assert page.count("<svg ") == 2

@@ -115,7 +115,7 @@ def _show(report: QualityReport, as_json: bool) -> None:
             console.say(f"not scored: {name}: {reason}")
         if not report.quality_validated:
             console.say("quality is not validated: the weights are synthetic, or no speech was scored")
-        console.stdout().print(f"verdict: {report.verdict}; {'; '.join(report.reasons)}", markup=False)
+        console.stdout().print(f"verdict: {report.verdict}; {'; '.join(report.reasons)}", markup=False, soft_wrap=True)
     text = f"{report.candidate.artifact} {report.candidate.program}: {'; '.join(report.reasons)}"
     if report.verdict == "rejected":
         raise console.after_result(QualityRejected(text))

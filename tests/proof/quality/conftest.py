@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tones
 import toy
+from speech_faults import remembered
 
 from voicehub_aot.proof.quality.scorers import OpenScorer
 from voicehub_aot.proof.quality.side import Side
@@ -33,4 +34,4 @@ def reference() -> Side:
     """32 steps, the model's own guidance, three seeds."""
     programs = [euler(linear(steps)) for steps in STEPS]
     runtime = eager_runtime(toy.region(), programs, "toy")
-    return tones.remembered(Side(runtime, runtime.program(32), tones.ENTRY, (0, 1, 2), name="toy.aot"))
+    return remembered(Side(runtime, runtime.program(32), tones.ENTRY, (0, 1, 2), name="toy.aot"))

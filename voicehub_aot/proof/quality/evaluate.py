@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from voicehub_aot.artifacts.quality import Comparison, QualityReport, SideFacts, Sound
+from voicehub_aot.artifacts.quality import Comparison, Judged, QualityReport, SideFacts, Sound
 from voicehub_aot.artifacts.report import number
 from voicehub_aot.errors import UsageError
 from voicehub_aot.proof.quality import measures, verdict
@@ -65,32 +65,41 @@ def evaluate(
         _one(candidate, reference, utterance, scorers, record)
         latest = [c for c in record.comparisons if c.utterance == utterance.name]
         tell(f"{position} of {len(utterances)}  {utterance.name}: {_line(latest)}")
-    matched = candidate.seeds == reference.seeds
     count = sum(len(words(utterance.text)) for utterance in utterances)
-    all_measures = known_measures(scorers)
     judged = tuple(
-        verdict.judge(measure, record.tallies[measure.name], matched, count, bounds or {}) for measure in all_measures
+        verdict.judge(measure, record.tallies[measure.name], _matched(candidate, reference), count, bounds or {})
+        for measure in known_measures(scorers)
     )
-    facts, reference_facts = _facts(candidate, record, "rtf"), _facts(reference, record, "reference_rtf")
-    decided, reasons = verdict.decide(judged, facts, reference_facts)
-    heard = any(measure.validates for measure in all_measures)
+    validates = any(measure.validates for measure in known_measures(scorers))
+    report = _report(candidate, reference, record, judged, validates)
+    about = {"utterances": name, "not_scored": dict(not_scored or {}), "because": because}
+    return Evaluation(report.model_copy(update=about), tuple(record.sounds))
+
+
+def _matched(candidate: Side, reference: Side) -> bool:
+    """Both sides start from the same noise."""
+    return candidate.seeds == reference.seeds
+
+
+def _report(
+    candidate: Side, reference: Side, record: _Record, judged: tuple[Judged, ...], validates: bool
+) -> QualityReport:
+    """validates: words or naturalness were scored."""
+    facts, own = _facts(candidate, record, "rtf"), _facts(reference, record, "reference_rtf")
+    decided, reasons = verdict.decide(judged, facts, own)
     manifest = candidate.runtime.manifest
-    report = QualityReport(
-        utterances=name,
-        matched=matched,
+    return QualityReport(
+        matched=_matched(candidate, reference),
         candidate=facts,
-        reference=reference_facts,
+        reference=own,
         measures=judged,
         comparisons=tuple(record.comparisons),
         times=candidate.program.schedule[1:],
-        not_scored=dict(not_scored or {}),
-        because=because,
-        quality_validated=heard and not (facts.synthetic or reference_facts.synthetic),
+        quality_validated=validates and not (facts.synthetic or own.synthetic),
         verdict=decided,
         reasons=reasons,
         versions=dict(manifest.versions) if manifest else {},
     )
-    return Evaluation(report, tuple(record.sounds))
 
 
 def known_measures(scorers: Sequence[OpenScorer]) -> tuple[Measure, ...]:

@@ -94,12 +94,12 @@ def decide(judged: Sequence[Judged], candidate: SideFacts, reference: SideFacts)
     )  # fmt: skip
     evaluations = _saving(candidate.evaluations, reference.evaluations)
     time = _saving(candidate.rtf_p50, reference.rtf_p50)
-    saving = f"{evaluations:.0%} fewer evaluations, {time:.0%} less time"
+    saving = f"{evaluations:.0%} of the evaluations and {time:.0%} of the time"
     if exact:
         return "accepted", ("the same program, guidance and weights as the reference's, and within every bound",)
     if max(evaluations, time) >= LEAST_SAVING:
-        return "accepted", (f"within every bound; saves {saving}",)
-    return "no benefit", (f"within every bound, but an approximation must save {LEAST_SAVING:.0%}; got {saving}",)
+        return "accepted", (f"within every bound, and saves {saving}",)
+    return "no benefit", (f"within every bound, but an approximation must save {LEAST_SAVING:.0%}; it saves {saving}",)
 
 
 def _saving(candidate: float, reference: float) -> float:

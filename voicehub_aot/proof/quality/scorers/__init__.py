@@ -92,6 +92,4 @@ def open_scorers(
 
 def missing(scorer: str, extra: str, error: Exception) -> MissingDependency:
     """The error of a scorer whose package cannot be imported."""
-    return MissingDependency(
-        f"the scorer {scorer} lacks a package ({type(error).__name__}: {error}); pip install 'voicehub-aot[{extra}]'"
-    )
+    return MissingDependency(f"the scorer {scorer} lacks a package ({error}); pip install 'voicehub-aot[{extra}]'")
