@@ -14,6 +14,7 @@ import torch
 
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.errors import InputMismatch, OptionUnsupported, ProgramNotBuilt, UsageError
+from voicehub_aot.runtime.attach import Attached
 from voicehub_aot.runtime.denoiser import Denoiser
 from voicehub_aot.runtime.evaluator import Evaluator
 from voicehub_aot.runtime.forks import Turns
@@ -253,6 +254,15 @@ class Runtime:
     def denoiser(self) -> Denoiser:
         """An nn.Module with upstream's call signature, to stand in upstream's own loop."""
         return Denoiser(self)
+
+    def attach(self, owner: Any, place: str) -> Attached:
+        """Puts the denoiser into upstream's object, at the attribute that holds its network, e.g. "transformer".
+
+        `undo` of what is returned, or the end of a `with` block, puts upstream's network back. Times and shapes are
+        checked at every call: ProgramNotBuilt and NoBucketFits say what to rebuild. Raises InputMismatch if the place
+        does not hold this model's network.
+        """
+        return Attached(owner, place, self.denoiser())
 
     def _read(self, state: torch.Tensor, request: Mapping[str, Any], branches: Collection[int]) -> Request:
         """The request laid out. Sizes over the largest promised bucket, where they may run, are counted."""
