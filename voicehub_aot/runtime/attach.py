@@ -81,6 +81,6 @@ def _check_call(original: Any, call: Call, where: str) -> None:
     unknown = needed - {p.name for p in call.parameters}
     if missing or unknown:
         raise InputMismatch(
-            f"attach: {where} is a {type(original).__name__} that takes {sorted(known)}, and this artifact stands in for "
-            f"a network that takes {[p.name for p in call.parameters]}; name the place of that network"
+            f"attach: {where} is a {type(original).__name__} that takes {sorted(known)}, and this artifact stands in "
+            f"for a network that takes {[p.name for p in call.parameters]}; name the place of that network"
         )
