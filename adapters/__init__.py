@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from voicehub_aot.spec.checkpoint import Reading
 from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.program import Program
 from voicehub_aot.spec.region import Region
+from voicehub_aot.spec.speaker import SpeakerScaling
 from voicehub_aot.spec.traits import Traits
 
 ENTRY_POINTS = "voicehub_aot.adapters"
@@ -60,6 +61,18 @@ class Sampler(Protocol):
         start: int = 0,
         stop: int | None = None,
         **request: Any,
+    ) -> Iterator[torch.Tensor]: ...
+
+    def blocks(
+        self,
+        *,
+        noise: torch.Tensor,
+        sizes: Sequence[int] | None = None,
+        request: Callable[[torch.Tensor, int], Mapping[str, Any]] | None = None,
+        finished: torch.Tensor | None = None,
+        speaker: SpeakerScaling | None = None,
+        program: str | int | None = None,
+        **conditioning: Any,
     ) -> Iterator[torch.Tensor]: ...
 
     def denoiser(self) -> torch.nn.Module: ...

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from voicehub_aot.adapters import Sampler
-from voicehub_aot.adapters._echo_irodoritts import sampling
 from voicehub_aot.adapters.echo import PROGRAM_OPTIONS, program
 from voicehub_aot.adapters.echo.checkpoint import config_from, denoiser_part, network
 from voicehub_aot.adapters.echo.net import Config, EchoDiT, LatentEncoder
@@ -17,6 +16,7 @@ from voicehub_aot.errors import UsageError
 from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, probe
+from voicehub_aot.spec.speaker import SpeakerScaling
 
 CALL_DEFAULTS: Mapping[str, Any] = {"cfg_scale_text": None, "cfg_scale_speaker": None}
 LOOP_DEFAULTS: Mapping[str, Any] = {
@@ -90,34 +90,31 @@ def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     case.check_inputs({"noise", *CONDITIONS}, outside)
     noise = inputs["noise"] * (1.0 if s["truncation_factor"] is None else s["truncation_factor"])
     config, weights = config_from(case.config), case.checkpoint()
-    blocks = [noise.shape[1]] if s["block_sizes"] is None else s["block_sizes"]
-    if sum(blocks) != noise.shape[1]:
-        raise UsageError(f"{case.name}: noise has {noise.shape[1]} frames, but the blocks are {blocks!r}")
-    common: dict[str, Any] = {
-        "program": loop.name,
-        "guidance": {"text": s["cfg_scale_text"], "speaker": s["cfg_scale_speaker"]},
+    sizes = [noise.shape[1]] if s["block_sizes"] is None else s["block_sizes"]
+    if sum(sizes) != noise.shape[1]:
+        raise UsageError(f"{case.name}: noise has {noise.shape[1]} frames, but the blocks are {sizes!r}")
+
+    def prefix(finished: Tensor, start: int) -> dict[str, Any]:
+        """Upstream re-encodes all that is finished before every block."""
+        state = _latent_encoder(config, weights)(finished)
+        mask = torch.ones(state.shape[:2], dtype=torch.bool)
+        return {"latent_state": state, "latent_mask": mask, "start_pos": torch.full((len(noise),), start)}
+
+    speaker = None
+    if s["speaker_kv_scale"] is not None:
+        speaker = SpeakerScaling(s["speaker_kv_scale"], s["speaker_kv_max_layers"], s["speaker_kv_min_t"])
+    before = [inputs["continuation_latent"]] if "continuation_latent" in inputs else []
+    finished = sampler.blocks(
+        noise=noise,
+        sizes=sizes,
+        request=None if s["block_sizes"] is None else prefix,
+        finished=before[0] if before else None,
+        speaker=speaker,
+        program=loop.name,
+        guidance={"text": s["cfg_scale_text"], "speaker": s["cfg_scale_speaker"]},
         **_request(case),
-    }
-    rows, start, factor, least = len(noise), 0, 1.0, s["speaker_kv_min_t"]
-    finished = torch.zeros_like(noise)
-    if "continuation_latent" in inputs:
-        start = inputs["continuation_latent"].shape[1]
-        finished = torch.cat((inputs["continuation_latent"], finished), dim=1)
-    for block, of_block in zip(blocks, torch.split(noise, blocks, dim=1), strict=True):
-        if s["block_sizes"] is not None:
-            state = _latent_encoder(config, weights)(finished)
-            common |= {"latent_state": state, "latent_mask": torch.ones(state.shape[:2], dtype=torch.bool)}
-            common["start_pos"] = torch.full((rows,), start)
-        scaled = None
-        if s["speaker_kv_scale"] is not None:
-            factor *= s["speaker_kv_scale"]  # again at each block: it stays when no step undoes it
-            scaled = sampling.speaker_scale(rows, config.num_layers, factor, s["speaker_kv_max_layers"])
-        *_, final = sampling.scaled_trajectory(sampler, loop.schedule, scaled, least, noise=of_block, **common)
-        if sampling.crossing(loop.schedule, least) is not None:
-            factor = 1.0
-        finished[:, start : start + block] = final
-        start += block
-    return {"latent": finished, "t_schedule": torch.tensor(loop.schedule)}
+    )
+    return {"latent": torch.cat((*before, *finished), dim=1), "t_schedule": torch.tensor(loop.schedule)}
 
 
 def _latent_encoder(config: Config, weights: Mapping[str, Tensor]) -> LatentEncoder:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from voicehub_aot.adapters import Sampler
-from voicehub_aot.adapters._echo_irodoritts import checkpoint as checkpoints, sampling
+from voicehub_aot.adapters._echo_irodoritts import checkpoint as checkpoints
 from voicehub_aot.adapters.irodoritts import JOINT, PROGRAM_OPTIONS, SCALES, program
 from voicehub_aot.adapters.irodoritts.checkpoint import OUTSIDE, config_from, network
 from voicehub_aot.adapters.irodoritts.net import TextToLatentRFDiT
@@ -17,6 +17,7 @@ from voicehub_aot.errors import UsageError
 from voicehub_aot.spec.golden import Case
 from voicehub_aot.spec.network import loaded
 from voicehub_aot.spec.program import Program, probe
+from voicehub_aot.spec.speaker import SpeakerScaling
 
 CALL_DEFAULTS: Mapping[str, Any] = {f"cfg_scale_{name}": None for name in SCALES}
 LOOP_DEFAULTS: Mapping[str, Any] = {
@@ -106,16 +107,12 @@ def _replay_loop(case: Case, sampler: Sampler) -> dict[str, Tensor]:
     if s["cfg_guidance_mode"] == "joint" and len(set(guided.values())) > 1:
         raise UsageError(f"{case.name}: joint guidance wants one scale, got {guided!r}")
     noise = inputs["noise"] * (1.0 if s["truncation_factor"] is None else s["truncation_factor"])
-    scaled = None
+    speaker = None
     if s["speaker_kv_scale"] is not None and "speaker" in config.conditions:
-        layers = config.num_layers
-        scaled = sampling.speaker_scale(len(noise), layers, s["speaker_kv_scale"], s["speaker_kv_max_layers"])
-    *_, final = sampling.scaled_trajectory(
-        sampler,
-        loop.schedule,
-        scaled,
-        s["speaker_kv_min_t"],
+        speaker = SpeakerScaling(s["speaker_kv_scale"], s["speaker_kv_max_layers"], s["speaker_kv_min_t"])
+    (final,) = sampler.blocks(
         noise=noise,
+        speaker=speaker,
         program=loop.name,
         guidance=guided | dict.fromkeys((JOINT,), next(iter(guided.values()), 0.0)),
         **_conditioning(case),

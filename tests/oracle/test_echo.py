@@ -16,11 +16,11 @@ from oracle.upstream import load
 from torch import Tensor, nn
 
 from voicehub_aot.adapters import echo
-from voicehub_aot.adapters._echo_irodoritts import sampling as rf_sampling
 from voicehub_aot.adapters.echo.net import Config, LatentEncoder
 from voicehub_aot.runtime.eager import eager_runtime
 from voicehub_aot.runtime.runtime import Runtime
 from voicehub_aot.spec.program import Program
+from voicehub_aot.spec.speaker import SpeakerScaling
 from voicehub_aot.spec.synthetic import synthetic_weights
 
 pytestmark = pytest.mark.oracle
@@ -283,15 +283,12 @@ def test_our_loop_gives_upstreams_result(model: Any, inference: Any, setting: st
     network, wanted, runtime, given = case_of(model, inference, setting, batch)
     s, program = SETTINGS[setting], program_of(setting)
     noise = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5)) * (s["truncation_factor"] or 1.0)
-    scaled = s["speaker_kv_scale"] and rf_sampling.speaker_scale(
-        len(noise), WIDE.num_layers, s["speaker_kv_scale"], s["speaker_kv_max_layers"]
+    speaker = s["speaker_kv_scale"] and SpeakerScaling(
+        s["speaker_kv_scale"], s["speaker_kv_max_layers"], s["speaker_kv_min_t"]
     )
-    *_, final = rf_sampling.scaled_trajectory(
-        runtime,
-        program.schedule,
-        scaled,
-        s["speaker_kv_min_t"],
+    (final,) = runtime.blocks(
         noise=noise,
+        speaker=speaker or None,
         program=program.name,
         guidance={"text": s["cfg_scale_text"], "speaker": s["cfg_scale_speaker"]},
         **request_of(network, given),

@@ -14,6 +14,7 @@ import torch
 
 from voicehub_aot.artifacts.manifest import Manifest
 from voicehub_aot.errors import InputMismatch, OptionUnsupported, ProgramNotBuilt, UsageError
+from voicehub_aot.runtime import streams
 from voicehub_aot.runtime.attach import Attached
 from voicehub_aot.runtime.denoiser import Denoiser
 from voicehub_aot.runtime.evaluator import Evaluator
@@ -26,6 +27,7 @@ from voicehub_aot.spec.bucket import Buckets, Fit, Ladder, Overflow
 from voicehub_aot.spec.guidance import EQUATIONS
 from voicehub_aot.spec.program import Evaluate, Program
 from voicehub_aot.spec.region import BATCH, RegionSpec
+from voicehub_aot.spec.speaker import SpeakerScaling
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +164,54 @@ class Runtime:
         fresh = self._step_noise(chosen, step_noise, laid_out, noise)
         velocity = self._velocity(laid_out, chosen, scales, noise)
         return self._cropped(laid_out, steps(chosen, velocity, noise, fresh, start, stop))
+
+    def blocks(
+        self,
+        *,
+        noise: torch.Tensor,
+        sizes: Sequence[int] | None = None,
+        request: Callable[[torch.Tensor, int], Mapping[str, Any]] | None = None,
+        finished: torch.Tensor | None = None,
+        speaker: SpeakerScaling | None = None,
+        program: str | int | None = None,
+        **conditioning: Any,
+    ) -> Iterator[torch.Tensor]:
+        """A long latent block by block, each after what is finished: the final state of every block, [B, size, ...].
+
+        noise: of the whole, along the main dimension; sizes: of the blocks, default one block. request: what of a
+        block's request depends on the latent so far; it is given that latent, with zeros where it is not finished, and
+        the block's position (Echo-TTS re-encodes it: `latent_state`, `latent_mask`, `start_pos`). finished: what comes
+        before the first block. speaker: scales the speaker's keys; a step that crosses its time ends it, within each
+        block anew. conditioning: as for `trajectory`, the same for all blocks. A block is computed when it is asked
+        for; stopping early leaves nothing behind. Raises InputMismatch at the call, and what `trajectory` raises.
+        """
+        return streams.blocks(self, noise, sizes, request, finished, speaker, program, conditioning)
+
+    def frames(
+        self,
+        request: Callable[[torch.Tensor | None], Mapping[str, Any] | None],
+        *,
+        seed: int,
+        temperature: float = 1.0,
+        program: str | int | None = None,
+        guidance: Scale = None,
+    ) -> Iterator[torch.Tensor]:
+        """A request after another, as a language model asks for them (VoxCPM's patches, VibeVoice's frames).
+
+        request: is given the frame before, [B, ...], None at first, and returns the conditioning of the next one, or
+        None at the end. seed: row b of frame n has noise of its own. temperature: factor of the noise. A frame is
+        computed when it is asked for; two iterators share nothing. Raises what `sample` raises.
+        """
+        frame: torch.Tensor | None = None
+        for of_frame in streams.frame_seeds(seed):
+            given = request(frame)
+            if given is None:
+                return
+            noise, step_noise = self.noise(of_frame, None, program, **given)
+            frame = self.sample(
+                noise=noise * temperature, step_noise=step_noise, program=program, guidance=guidance, **given
+            )
+            yield frame
 
     def _cropped(self, request: Request, states: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         for state in states:
