@@ -16,12 +16,13 @@ import jiwer
 import torch
 
 from voicehub_aot.compiler import models
+from voicehub_aot.proof.quality.clip import Clip
+from voicehub_aot.proof.quality.scorers import sphinx
 from voicehub_aot.runtime.eager import eager_runtime
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
 from corpus import Espeak, record
-from hearing import recogniser
-from voice import FOLDER, GUIDANCE, request, vocode, waveform
+from voice import FOLDER, GUIDANCE, SAMPLE_RATE, WORDS, request, vocode, waveform
 
 
 def numbers(text: str) -> list[float]:
@@ -32,19 +33,21 @@ def spoken(texts: list[str], seeds: list[int], steps: int, guidance: float, fold
     """What is heard of every text, seed by seed."""
     model = models.resolve("f5tts", str(folder / "config.json"), str(folder / "model.safetensors"))
     runtime = eager_runtime(model.region, [models.program(model, steps)], "demo voice")
-    hear, heard = recogniser(), []
+    hear, heard = sphinx.recogniser(WORDS), []
     for seed in seeds:
         for text in texts:
             asked = request(text)
-            heard.append(hear(vocode(runtime.sample(seed=seed, guidance=guidance, **asked)[0], asked)))
+            samples = vocode(runtime.sample(seed=seed, guidance=guidance, **asked)[0], asked)
+            heard.append(hear(Clip(text, samples, SAMPLE_RATE)))
     return heard
 
 
 def recorded(texts: list[str], seeds: list[int]) -> list[str]:
     """What is heard of espeak-ng's own speech once it has been a mel spectrogram."""
-    espeak, hear = Espeak(seed=0), recogniser()
+    espeak, hear = Espeak(seed=0), sphinx.recogniser(WORDS)
     speakers = [random.Random(seed) for seed in seeds]
-    return [hear(waveform(record(espeak, text, rng).mel)) for rng in speakers for text in texts]
+    clips = (Clip(text, waveform(record(espeak, text, rng).mel), SAMPLE_RATE) for rng in speakers for text in texts)
+    return [hear(clip) for clip in clips]
 
 
 def show(name: str, texts: list[str], seeds: list[int], heard: list[str]) -> None:

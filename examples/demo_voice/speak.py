@@ -18,10 +18,11 @@ from torch import Tensor
 
 import voicehub_aot
 from voicehub_aot.errors import AotError, MissingDependency
+from voicehub_aot.proof.quality.clip import Clip
+from voicehub_aot.proof.quality.scorers import sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
-from hearing import recogniser
-from voice import GUIDANCE, SAMPLE_RATE, STEPS, request, vocode
+from voice import GUIDANCE, SAMPLE_RATE, STEPS, WORDS, request, vocode
 
 
 def write_wav(file: Path, samples: Tensor) -> None:
@@ -60,7 +61,7 @@ def main() -> None:
     length_s = len(samples) / SAMPLE_RATE
     print(f"asked  {options.text}, {options.program} steps at guidance {options.guidance:g}")
     try:
-        print(f"heard  {recogniser()(samples)}")
+        print(f"heard  {sphinx.recogniser(WORDS)(Clip(options.text, samples, SAMPLE_RATE))}")
     except MissingDependency as error:
         print(f"heard  not known: {error}")
     print(f"RTF    {whole_s / length_s:.3f} whole, {denoising_s / length_s:.3f} denoising, {length_s:.2f} s of speech")

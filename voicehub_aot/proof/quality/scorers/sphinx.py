@@ -6,6 +6,8 @@ and count insertions, as the rates here do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from voicehub_aot.errors import OptionUnsupported
 from voicehub_aot.proof.quality.clip import Clip, pcm16
 from voicehub_aot.proof.quality.scorers import Hearing, Scored, _words, missing
@@ -22,26 +24,38 @@ def open_scorer(utterances: UtteranceSet) -> Hearing:
     """Raises MissingDependency, or OptionUnsupported without a grammar of words that its dictionary has."""
     try:
         import jiwer
+    except ImportError as error:
+        raise missing(NAME, EXTRA, error) from error
+    hear_words = recogniser(utterances.grammar)
+
+    def hear(clip: Clip, reference: Clip) -> Scored:
+        heard = hear_words(clip)
+        return Scored(_words.error_rates(NAME, clip.text, heard, jiwer), heard)
+
+    return hear
+
+
+def recogniser(grammar: Sequence[str]) -> Callable[[Clip], str]:
+    """A function that hears the words of a clip, all of them in the grammar. Raises as `open_scorer` does."""
+    try:
         import pocketsphinx
     except ImportError as error:
         raise missing(NAME, EXTRA, error) from error
-    if not utterances.grammar:
+    if not grammar:
         raise OptionUnsupported(f"the scorer {NAME} needs a closed grammar; give the set its words: grammar = [...]")
     decoder = pocketsphinx.Decoder(lm=None, samprate=RATE_HZ, cmn="batch", loglevel="FATAL")
-    unknown = [word for word in utterances.grammar if decoder.lookup_word(word) is None]
+    unknown = [word for word in grammar if decoder.lookup_word(word) is None]
     if unknown:
         raise OptionUnsupported(f"the scorer {NAME} has no pronunciation of {unknown}; take them out of the grammar")
-    choices = " | ".join(utterances.grammar)
-    decoder.add_jsgf_string(NAME, f"#JSGF V1.0; grammar words; public <words> = ({choices})+;")
+    decoder.add_jsgf_string(NAME, f"#JSGF V1.0; grammar words; public <words> = ({' | '.join(grammar)})+;")
     decoder.activate_search(NAME)
 
-    def hear(clip: Clip, reference: Clip) -> Scored:
+    def hear(clip: Clip) -> str:
         decoder.reinit_feat()  # or what it heard before changes what it hears
         decoder.start_utt()
         decoder.process_raw(pcm16(clip.at(RATE_HZ)), full_utt=True)
         decoder.end_utt()
         hypothesis = decoder.hyp()
-        heard = hypothesis.hypstr if hypothesis is not None else ""
-        return Scored(_words.error_rates(NAME, clip.text, heard, jiwer), heard)
+        return hypothesis.hypstr if hypothesis is not None else ""
 
     return hear
