@@ -65,7 +65,7 @@ $(ORACLE)/upstream: $(ORACLE)/stamp Makefile
 demo: venv
 	$(BIN)/python bench/demo.py
 
-bench: venv
+bench: demo
 	set -e; for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 # The package as mypy must see it: adapters, kernels and artifacts lie beside voicehub_aot, and install inside it.

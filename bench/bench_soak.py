@@ -92,7 +92,9 @@ def soak(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", type=Path)
+    parser.add_argument(
+        "artifact", type=Path, nargs="?", default=Path("demo/supertonic.aot"), help="default that of `make demo`"
+    )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--low", type=int, default=20)
     parser.add_argument("--high", type=int, default=250)
@@ -114,4 +116,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from voicehub_aot.errors import AotError
+
+    try:
+        sys.exit(main())
+    except AotError as error:
+        sys.exit(str(error))
