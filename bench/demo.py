@@ -68,7 +68,7 @@ def show(artifact: Path) -> None:
         [[name, f"{size / MIB:.1f}", f"{size / weights:.3f}"] for name, size in rows],
     )
     print_table(
-        "Parity, against float64; twice the distance of float32 eager is allowed",
+        "Parity, against float64; budgets rest on the spread of float32 runs",
         ["check", "cases", "failed", "most of its budget"],
         reports.summary(report),
     )
@@ -81,7 +81,7 @@ def supertonic(artifact: Path, config: str, buckets: str) -> dict[str, float]:
     seconds = {
         "build": command(
             "build", "supertonic", "--config", config, "--weights", "synthetic", "--buckets", buckets,
-            "--steps", "8,5", "-o", str(artifact), "--force",
+            "--steps", "5", "--jobs", "2", "-o", str(artifact), "--force",
         ),
         "verify": command("verify", str(artifact)),
         "sample": command(
@@ -99,7 +99,8 @@ def voice(artifact: Path) -> dict[str, float]:
     return {
         "build the voice": command(
             "build", "f5tts", "--config", str(VOICE / "config.json"), "--checkpoint", str(VOICE / "model.safetensors"),
-            "--buckets", "frames=128,256", "--buckets", "text=256", "--steps", "8", "-o", str(artifact), "--force",
+            "--buckets", "frames=128,256", "--buckets", "text=256", "--steps", "8", "--jobs", "2",
+            "-o", str(artifact), "--force",
         ),
         "verify it": command("verify", str(artifact)),
         "speak": run(
@@ -112,7 +113,7 @@ def voice(artifact: Path) -> dict[str, float]:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--config", default="supertonic-3", help="released size, or tiny (default %(default)s)")
-    arguments.add_argument("--buckets", default="64,128,250", help="default %(default)s")
+    arguments.add_argument("--buckets", default="64,128", help="default %(default)s")
     arguments.add_argument("--folder", type=Path, default=Path("demo"), help="default %(default)s")
     options = arguments.parse_args()
     options.folder.mkdir(exist_ok=True)
