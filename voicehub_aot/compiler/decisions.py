@@ -18,6 +18,7 @@ from voicehub_aot.spec.safety import Decision, SafetyClass
 
 PARITY = "float64, by parity"
 NOT_MEASURED = "nothing"
+DRAWS_NOISE = "nothing: it draws fresh noise on its way"
 SEEDS = 3  # of a program's distance
 MOST_SECONDS = 20.0  # for the seeds beyond the first
 
@@ -67,29 +68,24 @@ def _measured(
     if not inexact:
         return list(found)
     assert model.released_steps is not None  # else all are exact
-    full = make_program(model, model.released_steps, name="released")
+    full = make_program(model, model.released_steps, name="the released loop")  # a name that no program can have
     eager = eager_runtime(model.region, [full, *programs], model.name)
     cases = plan(model.region.spec, eager.programs, [dict(bucket)], max_batch=1)
     case = next(c for c in cases if c.check == "trajectory" and c.program == full.name)
-    comparable = [p for p in inexact if len(p.noises) == len(full.noises) == 0]
-    distances = _distances(eager, case, comparable, progress) if comparable else {}
-    seeds = next(iter(distances.values()))[1] if distances else 0
+    comparable = [p for p in inexact if not (p.noises or full.noises)]
+    distances, seeds = _distances(eager, case, comparable, progress) if comparable else ({}, 0)
     against = f"{full.solver}-{full.steps} in float32, {label(bucket)}, {seeds} seeds"
-    unlike = "nothing: it draws fresh noise on its way"
-    return [
-        d
-        if d.safety == "exact"
-        else d.model_copy(update={"against": against, "distance": distances[d.name][0]})
-        if d.name in distances
-        else d.model_copy(update={"against": unlike})
-        for d in found
-    ]
+    for program in inexact:
+        known = program.name in distances
+        fresh = {"against": against if known else DRAWS_NOISE, "distance": distances.get(program.name)}
+        found = [d.model_copy(update=fresh) if d.name == program.name else d for d in found]
+    return list(found)
 
 
 def _distances(
     eager: Runtime, case: ParityCase, programs: Sequence[Program], progress: Callable[[str], None]
-) -> dict[str, tuple[float, int]]:
-    """By program: the largest relative L2 distance of its result from that of the case, and over how many seeds."""
+) -> tuple[dict[str, float], int]:
+    """By program: the largest relative L2 distance of its result from that of the case; and over how many seeds."""
     start, worst, seeds = time.perf_counter(), dict.fromkeys((p.name for p in programs), 0.0), 0
     while seeds < SEEDS and (seeds == 0 or time.perf_counter() - start < MOST_SECONDS):
         seeded = case.model_copy(update={"seed": case.seed + seeds})
@@ -100,7 +96,7 @@ def _distances(
             got = _last(eager, seeded.model_copy(update={"program": program.name}), request)
             worst[program.name] = max(worst[program.name], measure(got, want)[1])
         seeds += 1
-    return {name: (distance, seeds) for name, distance in worst.items()}
+    return worst, seeds
 
 
 def _last(eager: Runtime, case: ParityCase, request: Mapping[str, torch.Tensor]) -> torch.Tensor:
