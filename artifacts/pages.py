@@ -1,4 +1,4 @@
-"""How reports become pages: templates beside this file, rendered with jinja2, with charts that matplotlib draws."""
+"""How reports become pages and JUnit files. Pages are templates beside this file; matplotlib draws their charts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
+from xml.etree import ElementTree
 
 from voicehub_aot.errors import MissingDependency
 from voicehub_aot.spec.bucket import label
@@ -40,6 +41,14 @@ def render(template: str, filters: Mapping[str, Any], values: Mapping[str, Any])
 
 def _source(template: str) -> str:
     return resources.files("voicehub_aot.artifacts").joinpath(template).read_text(encoding="utf-8")
+
+
+def junit_document(suite: ElementTree.Element, about: Mapping[str, str]) -> str:
+    """A JUnit file of one suite. about: attributes of the whole."""
+    root = ElementTree.Element("testsuites", dict(about))
+    root.append(suite)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
 def xml_text(text: str) -> str:

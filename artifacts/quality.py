@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from voicehub_aot.artifacts.pages import html_tools, render, xml_text
+from voicehub_aot.artifacts.pages import html_tools, junit_document, render, xml_text
 from voicehub_aot.artifacts.reading import parse_json, read_bytes, reason
 from voicehub_aot.artifacts.report import Number, number
 from voicehub_aot.errors import ArtifactCorrupt, VersionUnsupported
@@ -216,10 +216,7 @@ def junit(report: QualityReport) -> str:
     _testcase(suite, report, "benefit", " ".join(report.reasons) if report.verdict == "no benefit" else "")
     count, failures = len(suite.findall("testcase")), len(suite.findall("testcase/failure"))
     suite.attrib.update({"tests": str(count), "failures": str(failures), "errors": "0", "skipped": "0"})
-    root = ElementTree.Element("testsuites", {"tests": str(count), "failures": str(failures)})
-    root.append(suite)
-    ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    return junit_document(suite, {"tests": str(count), "failures": str(failures)})
 
 
 def _testcase(suite: ElementTree.Element, report: QualityReport, name: str, failed: str) -> None:

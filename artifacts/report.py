@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema, model_validator
 
-from voicehub_aot.artifacts.pages import html_tools, render, xml_text
+from voicehub_aot.artifacts.pages import html_tools, junit_document, render, xml_text
 from voicehub_aot.errors import ArtifactCorrupt, VersionUnsupported
 from voicehub_aot.spec.bucket import label
 from voicehub_aot.spec.safety import Decision
@@ -316,10 +316,7 @@ def junit(report: ParityReport) -> str:
     seconds = sum(finding.seconds or 0.0 for finding in report.findings)
     counts = {"tests": str(count), "failures": str(failures), "errors": "0", "skipped": "0", "time": f"{seconds:.6f}"}
     suite.attrib.update(counts)
-    root = ElementTree.Element("testsuites", counts)
-    root.append(suite)
-    ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    return junit_document(suite, counts)
 
 
 def _testcase(

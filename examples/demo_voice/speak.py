@@ -11,27 +11,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import wave
 from pathlib import Path
 
 from torch import Tensor
 
 import voicehub_aot
 from voicehub_aot.errors import AotError, MissingDependency
-from voicehub_aot.proof.quality.clip import Clip
+from voicehub_aot.proof.quality.clip import Clip, wav
 from voicehub_aot.proof.quality.scorers import sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves a script's own folder out
 from voice import GUIDANCE, SAMPLE_RATE, STEPS, WORDS, request, vocode
-
-
-def write_wav(file: Path, samples: Tensor) -> None:
-    """samples: [N] in -1..1 -> 16 bits, one channel."""
-    with wave.open(str(file), "wb") as wav:
-        wav.setnchannels(1)
-        wav.setsampwidth(2)
-        wav.setframerate(SAMPLE_RATE)
-        wav.writeframes((samples * 32767).short().numpy().tobytes())
 
 
 def speak(runtime: voicehub_aot.Runtime, text: str, seed: int, steps: int, guidance: float) -> tuple[Tensor, float]:
@@ -57,11 +47,12 @@ def main() -> None:
     start = time.perf_counter()
     samples, denoising_s = speak(runtime, options.text, options.seed, options.program, options.guidance)
     whole_s = time.perf_counter() - start
-    write_wav(options.output, samples)
+    clip = Clip(options.text, samples, SAMPLE_RATE)
+    options.output.write_bytes(wav(clip))
     length_s = len(samples) / SAMPLE_RATE
     print(f"asked  {options.text}, {options.program} steps at guidance {options.guidance:g}")
     try:
-        print(f"heard  {sphinx.recogniser(WORDS)(Clip(options.text, samples, SAMPLE_RATE))}")
+        print(f"heard  {sphinx.recogniser(WORDS)(clip)}")
     except MissingDependency as error:
         print(f"heard  not known: {error}")
     print(f"RTF    {whole_s / length_s:.3f} whole, {denoising_s / length_s:.3f} denoising, {length_s:.2f} s of speech")

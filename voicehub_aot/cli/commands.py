@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from voicehub_aot import __version__
-from voicehub_aot.cli import console
-from voicehub_aot.cli.arguments import Artifact, Json, Threads, Verbose
+from voicehub_aot.cli import console, reports
+from voicehub_aot.cli.arguments import Artifact, Guidance, Json, Junit, Report, Threads, Verbose, parse_program
 from voicehub_aot.cli.quality import evaluate
 from voicehub_aot.errors import GateFailed, OptionUnsupported, ParityFailed
 
@@ -121,40 +122,32 @@ def build(
 @app.command()
 def verify(
     artifact: Artifact,
-    junit: Annotated[Path | None, typer.Option(help="Write a JUnit report here.")] = None,
+    junit: Junit = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the JSON report here.")] = None,
+    report: Report = None,
     threads: Threads = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Digests, then every recorded parity case on every engine. Exit 3 if one drifted, 5 if it does not open."""
-    from voicehub_aot.artifacts import pages, report as reports, store
+    from voicehub_aot.artifacts import report as parity
     from voicehub_aot.proof.verify import verify as run_verify
 
     console.set_up_logging(verbose)
-    console.check_reports(artifact, (junit, html, report))
-    if html:
-        pages.html_tools()
+    reports.check(artifact, junit, html, report)
     progress = console.ConsoleProgress()
     try:
         progress.stage(f"verify {artifact}")
         result = run_verify(artifact, threads, progress.case)
     finally:
         progress.close()
-    written = {}
-    if junit:
-        written[junit] = reports.junit(result)
-    if html:
-        written[html] = reports.html(result)
-    if report:
-        written[report] = reports.as_json(result)
-    store.write_whole(written)
+    makers = {junit: parity.junit, html: parity.html, report: parity.as_json}
+    reports.write({path: partial(make, result) for path, make in makers.items()})
     if as_json:
         console.show_json(json.loads(result.model_dump_json()))
     else:
         columns = ("check", "cases", "failed", "most of its budget")
-        console.show_table(f"{artifact}: {result.model} {result.config}", columns, reports.summary(result))
+        console.show_table(f"{artifact}: {result.model} {result.config}", columns, parity.summary(result))
     if not result:
         first = result.failures[0].name if result.failures else "none was run"
         failed = f"{len(result.failures)} of {len(result.findings)} cases failed, first {first}"
@@ -183,9 +176,7 @@ def sample(
     inputs: Annotated[Path | None, typer.Option(help="Conditioning by name, a .safetensors file.")] = None,
     random: Annotated[bool, typer.Option("--random", help="Random conditioning, for a first try.")] = False,
     program: Annotated[str | None, typer.Option(help="A program's name, or its step count.")] = None,
-    guidance: Annotated[
-        list[str] | None, typer.Option(help="Guidance scale, 0 = none; or BRANCH=SCALE, repeated.")
-    ] = None,
+    guidance: Guidance = None,
     threads: Threads = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -195,7 +186,7 @@ def sample(
 
     console.set_up_logging(verbose)
     console.check_output(output)
-    wanted = int(program) if program and program.isdecimal() else program
+    wanted = parse_program(program)
     scales = requests.parse_guidance(guidance)
     result = requests.sample_to_file(artifact, output, length or [], seed, inputs, random, wanted, scales, threads)
     if as_json:

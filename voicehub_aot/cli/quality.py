@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from voicehub_aot.cli import console
-from voicehub_aot.cli.arguments import Artifact, Json, Threads, Verbose
+from voicehub_aot.cli import console, reports
+from voicehub_aot.cli.arguments import Artifact, Guidance, Json, Junit, Report, Threads, Verbose, parse_program
 from voicehub_aot.errors import NoBenefit, QualityRejected, UsageError
 
 if TYPE_CHECKING:
     from voicehub_aot.artifacts.quality import QualityReport
     from voicehub_aot.proof.quality.utterances import Utterance, UtteranceSet
-
-Guidance = Annotated[list[str] | None, typer.Option(help="Guidance scale, 0 = none; or BRANCH=SCALE, repeated.")]
 
 
 def evaluate(
@@ -40,15 +39,15 @@ def evaluate(
     ] = None,
     bound: Annotated[list[str] | None, typer.Option(help="MEASURE=VALUE instead of the computed bound.")] = None,
     because: Annotated[str | None, typer.Option(help="With --bound: the reason, which the report records.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the JSON report here.")] = None,
+    report: Report = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML report here; it plays the sounds.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write a JUnit report here.")] = None,
+    junit: Junit = None,
     threads: Threads = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Speech of ARTIFACT against a reference, with the same noise. Exit 7 if it is worse, 8 if it saves nothing."""
-    from voicehub_aot.artifacts import pages, quality, store
+    from voicehub_aot.artifacts import quality
     from voicehub_aot.cli.requests import parse_guidance
     from voicehub_aot.proof.quality import evaluate as proof, verdict
     from voicehub_aot.proof.quality.scorers import open_scorers
@@ -56,9 +55,7 @@ def evaluate(
     from voicehub_aot.proof.quality.utterances import load_entry, read_utterances
 
     console.set_up_logging(verbose)
-    console.check_reports(artifact, (junit, html, report))
-    if html:
-        pages.html_tools()
+    reports.check(artifact, junit, html, report)
     utterances = read_utterances(cases)
     entry = load_entry(utterances.entry, cases.absolute().parent)
     chosen = _seeds("--seeds", seeds) or utterances.seeds
@@ -71,10 +68,10 @@ def evaluate(
         progress.stage(f"load {artifact}")
         candidate_side = open_side(
             artifact, entry, _seeds("--candidate-seeds", candidate_seeds) or chosen,
-            program=_program(program), guidance=parse_guidance(guidance), engine=engine, threads=threads,
+            program=parse_program(program), guidance=parse_guidance(guidance), engine=engine, threads=threads,
         )  # fmt: skip
         reference_side = open_side(
-            reference or artifact, entry, chosen, program=_program(reference_program), most_steps=True,
+            reference or artifact, entry, chosen, program=parse_program(reference_program), most_steps=True,
             guidance=parse_guidance(reference_guidance), engine=reference_engine, threads=threads,
         )  # fmt: skip
         result = proof.evaluate(
@@ -83,14 +80,13 @@ def evaluate(
         )  # fmt: skip
     finally:
         progress.close()
-    written = {}
-    if junit:
-        written[junit] = quality.junit(result.report)
-    if html:
-        written[html] = quality.html(result.report, result.sounds)
-    if report:
-        written[report] = quality.as_json(result.report)
-    store.write_whole(written)
+    reports.write(
+        {
+            junit: partial(quality.junit, result.report),
+            html: partial(quality.html, result.report, result.sounds),
+            report: partial(quality.as_json, result.report),
+        }
+    )
     _show(result.report, as_json)
 
 
@@ -121,10 +117,6 @@ def _show(report: QualityReport, as_json: bool) -> None:
         raise console.after_result(QualityRejected(text))
     if report.verdict == "no benefit":
         raise console.after_result(NoBenefit(text))
-
-
-def _program(text: str | None) -> str | int | None:
-    return int(text) if text and text.isdecimal() else text
 
 
 def _seeds(flag: str, text: str | None) -> tuple[int, ...] | None:

@@ -115,13 +115,17 @@ class Runtime:
             noise, step_noise = self.noise(seed, lengths, program, **conditioning)
         elif seed is not None:
             raise InputMismatch(f"{self.name}: give either noise or a seed with lengths")
-        arguments = {**conditioning, **self._reader.lengths_argument(lengths)}
+        arguments = {**conditioning, **self.lengths_argument(lengths)}
         with self._turns:
             *_, last = self.trajectory(
                 noise=noise, step_noise=step_noise, program=program, guidance=guidance, **arguments
             )
             self._tidy()
         return last
+
+    def lengths_argument(self, lengths: Sequence[int] | torch.Tensor | None) -> dict[str, Any]:
+        """`sample`'s lengths as `trajectory` takes them: under the region's own name. Raises InputMismatch."""
+        return self._reader.lengths_argument(lengths)
 
     def noise(
         self,

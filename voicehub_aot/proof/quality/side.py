@@ -73,7 +73,7 @@ class Side:
         lengths = request.get("lengths")
         noise, step_noise = self.runtime.noise(seed, lengths, self.program.name, **conditioning)
         began = time.perf_counter()
-        states = tuple(self.trajectory(noise, step_noise, {**conditioning, **self._lengths(lengths)}))
+        states = tuple(self.trajectory(noise, step_noise, {**conditioning, **self.runtime.lengths_argument(lengths)}))
         seconds = time.perf_counter() - began
         samples = self.entry.vocode(states[-1][0], request)
         clip = Clip(text, samples, self.entry.sample_rate)
@@ -86,12 +86,6 @@ class Side:
         return self.runtime.trajectory(
             noise=noise, step_noise=step_noise, program=self.program.name, guidance=self.guidance, **request
         )
-
-    def _lengths(self, lengths: Any) -> dict[str, Any]:
-        """`lengths` under the name that the region has for them."""
-        main = self.runtime.spec.main
-        name = main.length if main is not None else "lengths"  # the runtime says that it takes none
-        return {} if lengths is None or name is None else {name: lengths}
 
 
 def open_side(
